@@ -133,7 +133,7 @@ def test_all_that_matters_is_seen_without_scrolling(
     no_complaints(browser)
 
 
-def test_what_happens_is_shown(browser: Any, run: SyntheticRun, url: str) -> None:
+def test_what_happens_is_shown(browser: Any, run: SyntheticRun, url: str, run_path: Path) -> None:
     browser.get(url)
     until(lambda: "BALANCING" in text(browser, "#state"))
     until(lambda: "no prefill batch" in text(browser, "#imbalance-fine"))
@@ -145,6 +145,15 @@ def test_what_happens_is_shown(browser: Any, run: SyntheticRun, url: str) -> Non
     levels = "return [...document.querySelectorAll('#ranks span')].map(e => e.dataset.level)"
     until(lambda: browser.execute_script(levels) == ["good", "good", "bad", "good"])
     no_complaints(browser)
+    run.close()
+    until(lambda: "stopped" in text(browser, "#reason"))
+    assert "number 1," in text(browser, "#batch-age")
+    for rank in range(4):
+        (run_path / f"ring-{rank}").unlink()
+    until(lambda: "NO ENGINE" in text(browser, "#state"))
+    (run_path / "unbalanced").write_text("no expert can be moved\n")
+    until(lambda: "NOT BALANCED" in text(browser, "#state"))
+    assert "without balancing: no expert can be moved" in text(browser, "#reason")
 
 
 def test_a_layer_is_chosen_and_its_plan_is_shown(browser: Any, run: SyntheticRun, url: str) -> None:
@@ -185,23 +194,6 @@ def test_the_policy_is_switched_with_the_token_only(
     assert TOKEN not in browser.page_source
 
 
-def test_a_stopped_run_is_shown_as_it_was_left(
-    browser: Any, run: SyntheticRun, url: str, run_path: Path
-) -> None:
-    for _ in range(3):
-        run.batch()
-    run.close()
-    browser.get(url)
-    until(lambda: "NOT READY" in text(browser, "#state"))
-    assert "stopped" in text(browser, "#reason")
-    until(lambda: "number 3," in text(browser, "#batch-age"))
-    assert float(text(browser, "#batch-before")) > 1.1
-    (run_path / "ring-0").write_bytes(b"nonsense")
-    for rank in range(1, 4):
-        (run_path / f"ring-{rank}").unlink()
-    until(lambda: "NO ENGINE" in text(browser, "#state"))
-
-
 def test_figures_of_a_sidecar_that_is_gone_do_not_look_live(
     browser: Any, run: SyntheticRun, url: str
 ) -> None:
@@ -215,13 +207,6 @@ def test_figures_of_a_sidecar_that_is_gone_do_not_look_live(
         until(lambda shown=shown: shown in text(browser, "#state"))  # type: ignore[misc]
         stale = browser.execute_script("return document.body.classList.contains('stale')")
         assert stale == is_off
-
-
-def test_a_server_that_runs_unbalanced_says_so(browser: Any, url: str, run_path: Path) -> None:
-    (run_path / "unbalanced").write_text("no expert can be moved\n")
-    browser.get(url)
-    until(lambda: "NOT BALANCED" in text(browser, "#state"))
-    until(lambda: "without balancing: no expert can be moved" in text(browser, "#reason"))
 
 
 def test_what_was_verified_is_shown_and_a_failure_is_red(
@@ -242,12 +227,3 @@ def test_what_was_verified_is_shown_and_a_failure_is_red(
     until(lambda: "SWITCHED ITSELF OFF" in text(browser, "#state"))
     assert browser.execute_script(colour) != before
     no_complaints(browser)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_system(browser: Any, url: str, scheme: str) -> None:
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    browser.get(url)
-    background = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
-    assert (max(browser.execute_script(background)) < 128) == (scheme == "dark")

@@ -1,30 +1,40 @@
-"""Readiness and its log: before the engine, with it, when ranks fail, end or start again."""
+"""Readiness and its log: before the engine, with it, without balancing, when ranks fail or end."""
 
+import asyncio
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.ring_files import create, put
+from tests.support.ring_files import create
 from tests.support.rings import SyntheticRun, planned_run
 from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
+from tests.support.waiting import until
+from ultraep_serve.cli import main
+from ultraep_serve.sidecar import routes
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.direct import status
+from ultraep_serve.sidecar.store import Run, RunStore
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
+FAST = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
+CLIENTS = 60  # more than there are threads
+UNBALANCED = "layer 3 has an expert tensor that cannot be moved"
+
 
 def test_before_the_engine_only_health_is_well(client: TestClient) -> None:
-    assert client.get("/healthz").status_code == 200
-    assert client.get("/").status_code == 200
-    assert client.get("/metrics").status_code == 200
-    assert client.get("/v1/config").json()["config"] is None
+    for path in ("/healthz", "/", "/metrics", "/v1/config"):
+        assert client.get(path).status_code == 200
     assert "run" in reasons(client)
     for path in ("/v1/balance", "/v1/balance/batches", "/v1/balance/layers/0"):
         answer = client.get(path)
@@ -33,15 +43,22 @@ def test_before_the_engine_only_health_is_well(client: TestClient) -> None:
 
 
 def test_ready_only_when_every_rank_is(
-    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
+    tmp_path: Path, planned_run: SyntheticRun, client: TestClient
 ) -> None:
     assert reasons(client) == {}
-    skewed_run.recorders[1].set_state(RingState.FAILED)
-    assert reasons(client) == {"1": "state is failed"}
-    skewed_run.recorders[1].close()
-    RunFiles(tmp_path).ring(1).unlink()
-    assert "ring-1 was deleted" in reasons(client)["1"]
-    assert client.get("/v1/balance").json()["ranks"][1]["state"] == "missing"
+    assert client.get("/v1/balance").json()["ranks"][0]["last_batch_age_seconds"] is None
+    planned_run.batch()
+    planned_run.recorders[1].set_state(RingState.FAILED)
+    planned_run.recorders[2].close()
+    RunFiles(tmp_path).ring(2).unlink()
+    found = reasons(client)
+    assert (found["1"], set(found)) == ("state is failed", {"1", "2"})
+    assert "ring-2 was deleted" in found["2"]
+    ranks = client.get("/v1/balance").json()["ranks"]
+    assert [rank["state"] for rank in ranks] == ["ready", "failed", "missing", "ready"]
+    assert [rank["alive"] for rank in ranks] == [True, False, False, True]
+    assert (ranks[0]["pid"], ranks[0]["lost"], ranks[0]["missed"]) == (os.getpid(), 0, 0)
+    assert 0 <= ranks[0]["last_batch_age_seconds"] < 60
 
 
 def test_an_engine_that_comes_back_is_followed(tmp_path: Path, client: TestClient) -> None:
@@ -61,50 +78,8 @@ def test_an_engine_that_comes_back_is_followed(tmp_path: Path, client: TestClien
     balance = client.get("/v1/balance").json()
     assert (balance["num_ranks"], balance["window_records"]) == (3, 2)
     assert balance["imbalance"]["before"]["max"] == 3.0
-    assert balance["batches"]["planned"] == 1
-    assert balance["batches"]["skipped"]["small"] == 0
+    assert (balance["batches"]["planned"], balance["batches"]["skipped"]["small"]) == (1, 0)
     second.close()
-
-
-def test_hostile_files_are_reported_and_survived(
-    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
-) -> None:
-    skewed_run.batch(0)
-    put(RunFiles(tmp_path).ring(0), b"UEPRING\x01" + bytes(range(256)) * 40)
-    os.mkfifo(tmp_path / "ring-7")
-    (tmp_path / "ring-08").mkdir()
-    (tmp_path / "ring-x").write_text("x")
-    (tmp_path / "control").write_bytes(b"\xff" * 8192)
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    assert "schema version" in reasons(client)["0"]
-    balance = client.get("/v1/balance").json()  # rank 1 is the primary one
-    assert (balance["window_records"], balance["ranks"][0]["state"]) == (2, "missing")
-    assert client.get("/v1/config").json()["config"] is None
-    assert client.get("/metrics").status_code == 200
-    put(RunFiles(tmp_path).ring(1), b"")
-    assert set(reasons(client)) == {"0", "1", "7"}
-
-
-def test_its_directory_may_go_and_come_before_the_engine(tmp_path: Path) -> None:
-    run_path = tmp_path / "run"
-    with TestClient(create_app(run_path, TOKEN, options=FAST)) as client:
-        for _ in range(2):
-            run_path.mkdir(mode=0o700)
-            wait_for(client, "run")
-            run_path.rmdir()
-            assert client.get("/healthz").status_code == 200
-        run_path.mkdir(mode=0o700)
-        run = SkewedRun(run_path)
-        wait_for(client, "{}")
-        run.close()
-        wait_for(client, "state is stopped")
-        for rank in (0, 1):  # damaged after the last batch
-            put(RunFiles(run_path).ring(rank), b"UEPRING\x01" + bytes(range(256)) * 40)
-        wait_for(client, "schema version")
-        assert client.get("/v1/balance").status_code == 503
-
-
-FAST = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
 
 
 def beat(run_path: Path, rank: int) -> None:
@@ -113,8 +88,7 @@ def beat(run_path: Path, rank: int) -> None:
 
 
 def wait_for(client: TestClient, text: str) -> None:
-    while text not in str(reasons(client)):
-        time.sleep(0.05)
+    until(lambda: text in str(reasons(client)), seconds=180)
 
 
 def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
@@ -139,27 +113,12 @@ def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     for number in range(30):  # 60 records through a ring of 16 and a window of 20
         skewed_run.batch(number)
         client.get("/readyz")
-    assert client.get("/v1/balance").json()["window_records"] == 20
-    assert client.get("/v1/balance").json()["batches"]["planned"] == 30
+    balance = client.get("/v1/balance").json()
+    assert (balance["window_records"], balance["batches"]["planned"]) == (20, 30)
     found = samples(client)
     assert found["ultraep_records_missed_total,rank=0"] == 0
     assert found["ultraep_imbalance_ratio_count,phase=prefill,when=before"] == 60
     skewed_run.close()
-
-
-def test_health_of_every_rank(
-    tmp_path: Path, planned_run: SyntheticRun, client: TestClient
-) -> None:
-    assert client.get("/v1/balance").json()["ranks"][0]["last_batch_age_seconds"] is None
-    planned_run.batch()
-    planned_run.recorders[1].set_state(RingState.FAILED)
-    planned_run.recorders[2].close()
-    RunFiles(tmp_path).ring(2).unlink()
-    assert set(reasons(client)) == {"1", "2"}
-    balance = client.get("/v1/balance").json()
-    assert [rank["state"] for rank in balance["ranks"]] == ["ready", "failed", "missing", "ready"]
-    assert [rank["alive"] for rank in balance["ranks"]] == [True, False, False, True]
-    assert 0 <= balance["ranks"][0]["last_batch_age_seconds"] < 60
 
 
 def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -184,3 +143,91 @@ def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureF
         run.recorders[1].set_state(RingState.READY)
         assert lines() == ["every rank is ready", "policy is off"]
         run.close()
+
+
+def test_a_server_that_runs_unbalanced_says_so_everywhere(
+    tmp_path: Path,
+    planned_run: SyntheticRun,
+    client: TestClient,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where ranks have left rings before they gave up."""
+    planned_run.batch()
+    assert client.get("/readyz").json()["status"] == "ready"
+    assert samples(client)["ultraep_unbalanced"] == 0
+    (tmp_path / "unbalanced").write_text(f"{UNBALANCED}\n")
+    ready = client.get("/readyz")
+    assert (ready.status_code, ready.json()["status"]) == (200, "unbalanced")
+    assert UNBALANCED in ready.json()["reasons"]["run"]
+    balance = client.get("/v1/balance")
+    assert balance.status_code == 503
+    assert (balance.json()["status"], balance.json()["reason"]) == ("unbalanced", UNBALANCED)
+    assert samples(client) == {"ultraep_unbalanced": 1}
+    assert client.get("/v1/config").status_code == 200
+    assert main(["status", "--run-dir", str(tmp_path)]) == 0
+    assert UNBALANCED in " ".join(capsys.readouterr().out.split())
+    assert status(run_dir=tmp_path)["reason"] == UNBALANCED
+    for content in (b"", b"\xff\xfe\n\n", b"a" * 100_000):
+        (tmp_path / "unbalanced").write_bytes(content)
+        assert 0 < len(client.get("/v1/balance").json()["reason"]) < 10_000
+
+
+def test_probes_are_answered_whatever_others_ask(
+    tmp_path: Path, planned_run: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned_run.batch()
+    may_end, real = threading.Event(), routes.batch_list
+
+    def slow(*arguments: Any) -> Any:
+        may_end.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(routes, "batch_list", slow)
+
+    async def ask() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(create_app(tmp_path, None))
+        async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+            path = "/v1/balance/batches"
+            others = [asyncio.create_task(client.get(path)) for _ in range(CLIENTS)]
+            async with asyncio.timeout(60):
+                health = [await client.get(path) for path in ("/healthz", "/readyz")]
+            assert [answer.status_code for answer in health] == [200, 200]
+            may_end.set()
+            return await asyncio.gather(*others)
+
+    assert {answer.status_code for answer in asyncio.run(ask())} == {200}
+
+
+def fail(*_: Any, **__: Any) -> Run:
+    raise OSError(24, "Too many open files")
+
+
+def test_the_thread_that_polls_survives_errors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, thrice = [0], threading.Event()
+
+    def poll(_: RunStore) -> Run:
+        calls[0] += 1
+        if calls[0] == 3:
+            thrice.set()
+        return fail()
+
+    monkeypatch.setattr(RunStore, "poll", poll)
+    options = AppOptions(poll_seconds=0.001)
+    with TestClient(create_app(tmp_path, None, options=options)) as client:
+        assert thrice.wait(60)
+        assert client.get("/healthz").status_code == 200
+    assert sum("Too many open files" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_polls_survive_a_process_without_descriptors(
+    tmp_path: Path, skewed_run: SkewedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(tmp_path)
+    store.poll()
+    with monkeypatch.context() as patches:
+        patches.setattr("os.open", fail)
+        patches.setattr("os.listdir", fail)
+        assert store.poll().readable is not None
+    assert store.poll().problems == {}

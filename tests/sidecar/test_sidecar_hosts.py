@@ -107,21 +107,14 @@ def test_only_the_first_host_decides_and_the_others_say_who(host: Host, client: 
     assert (host.page.policy, host.page.sequence) == (Policy.QUOTA, 0)
 
 
-def test_the_policy_in_force_is_what_batches_were_served_under(
+def test_other_hosts_than_the_first_learn_policy_and_doubt_from_their_ranks(
     host: Host, client: TestClient
 ) -> None:
-    """The page of another host than the first says nothing about it."""
-    host.batch(Policy.OFF)
-    expected = "quota" if host.ranks[0] == 0 else "off"
-    assert client.get("/v1/config").json()["policy"] == expected
-    assert client.get("/v1/balance").json()["policy"] == expected
-
-
-def test_hosts_that_do_not_decide_see_doubt_by_policy_and_failures(
-    host: Host, client: TestClient
-) -> None:
+    """Their own control page says nothing about it."""
+    is_first = host.ranks[0] == 0
     host.recorders[1].count_verification_failure(VerificationCheck.ANSWERS)
     assert client.get("/readyz").json()["status"] == "ready"
     host.batch(Policy.OFF)
-    expected = "ready" if host.ranks[0] == 0 else "unbalanced"
-    assert client.get("/readyz").json()["status"] == expected
+    assert client.get("/v1/balance").json()["policy"] == ("quota" if is_first else "off")
+    assert client.get("/v1/config").json()["policy"] == ("quota" if is_first else "off")
+    assert client.get("/readyz").json()["status"] == ("ready" if is_first else "unbalanced")

@@ -7,10 +7,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
-from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.system.topology import PipelineStage
-from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.types import ExpertShape, Policy
+from ultraep_serve.types import ExpertShape
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
 LAYERS = (3, 2)  # of each stage
@@ -29,11 +27,6 @@ def stages(tmp_path: Path) -> Iterator[list[SyntheticRun]]:
     yield runs
     for run in runs:
         run.close()
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> TestClient:
-    return TestClient(create_app(tmp_path, "token"))
 
 
 def test_all_layers_of_all_stages_are_shown(stages: list[SyntheticRun], client: TestClient) -> None:
@@ -82,12 +75,6 @@ def test_a_stage_that_is_lost_is_named(
     stages[1].close()
     reasons = client.get("/readyz").json()["reasons"]
     assert reasons == {"2": "state is stopped", "3": "state is stopped"}
-
-
-def test_stages_share_one_control_page(stages: list[SyntheticRun], tmp_path: Path) -> None:
-    with ControlPage.open(tmp_path) as page:
-        page.set_policy(Policy.OFF)
-    assert [run.control.policy for run in stages] == [Policy.OFF] * 2
 
 
 def test_a_host_shows_the_stages_it_has(tmp_path: Path, client: TestClient) -> None:

@@ -1,6 +1,5 @@
 """Figures against records small enough to work out by hand."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ import pytest
 from tests.support.ring_files import create, write
 from ultraep_serve.sidecar.statistics import (
     batch_list,
-    layer_detail,
     mean_floor,
     rank_speeds,
-    spread,
     summarise,
 )
-from ultraep_serve.sidecar.store import NotHeldError, RunStore
+from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.sidecar.window import StageWindow, imbalances
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
@@ -71,11 +68,6 @@ def test_imbalances_agree_with_the_definition() -> None:
     assert imbalances(loads).tolist() == [imbalance(row) for row in loads]
 
 
-def test_a_spread_of_nothing_is_null() -> None:
-    found = spread(np.empty(0))
-    assert found.mean is found.p50 is found.p99 is found.max is None
-
-
 def test_a_summary_by_hand(recorders: Any) -> None:
     made, read = recorders
     write_all(made, 0, 0, [30, 10], [20, 20])  # 1.5 -> 1.0
@@ -124,20 +116,6 @@ def test_times_are_assignments_over_speeds(recorders: Any, tmp_path: Path) -> No
     assert mean_floor(alone) == 1.25  # each rank a domain: nothing can move
 
 
-def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:
-    made, read = recorders
-    write_all(made, 0, 0, [40, 0], [40, 0])
-    since_ns = time.time_ns()
-    write_all(made, 1, 0, [30, 10], [20, 20])
-    write_all(made, 2, 0, [40, 0], [20, 20], Decision.FORCED, Policy.IDEAL)
-    assert summarise(read(), since_ns).imbalance.before.max == 1.5
-    ideal = summarise(read(), since_ns, Policy.IDEAL)
-    assert (ideal.window_records, ideal.imbalance.before.max) == (1, 2.0)
-    nothing = summarise(read(), time.time_ns())
-    assert (nothing.window_records, nothing.imbalance.before.mean) == (0, None)
-    assert (nothing.layers, nothing.replicas.max, len(nothing.ranks)) == ([], None, 2)
-
-
 def test_batches_are_put_together_from_layers(recorders: Any) -> None:
     made, read = recorders
     write_all(made, 4, 0, [20, 20], [20, 20], Decision.BALANCED)
@@ -150,15 +128,3 @@ def test_batches_are_put_together_from_layers(recorders: Any) -> None:
     assert (older.tokens, older.replicas, older.bytes_moved) == (40, 1, 200)
     assert older.imbalance.before.max == 1.5
     assert [b.batch for b in batch_list(held, 1, None).batches] == [5]
-
-
-def test_a_layer_shows_its_ranks_and_replicas(recorders: Any) -> None:
-    made, read = recorders
-    write_all(made, 0, 1, [30, 10], [20, 20])
-    held = read()
-    detail = layer_detail(held, 1)
-    assert [(rank.before, rank.after) for rank in detail.ranks] == [(30, 20), (10, 20)]
-    (replica,) = detail.last.replicas
-    assert (replica.expert, replica.home_rank, replica.rank, replica.bytes) == (1, 0, 1, 7)
-    with pytest.raises(NotHeldError, match="layer 0"):
-        layer_detail(held, 0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, planned
-from ultraep_serve.sidecar.window import BOUNDS, StageWindow, Totals, considered
+from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.ring import RingHeader
@@ -95,15 +95,3 @@ def test_large_rows_are_few(tmp_path: Path) -> None:
     window = StageWindow(RingReader(RunFiles(tmp_path).ring(0)).header(), 0)
     assert window._max_rows * (512 * (8 + 8 + 7 * 4) + 4096 * 4) <= 64 << 20
     recorder.close()
-
-
-def test_totals_count_every_row_once(ranks: Ranks) -> None:
-    window, totals = StageWindow(ranks.header, 0), Totals.none()
-    for batch in range(6):
-        ranks.write(0, batch)
-        ranks.write(1, batch)
-        for rank in (0, 1):
-            totals = totals.plus(considered(window.add(rank, ranks.read(rank))))
-    place = BOUNDS.index(1.5)
-    assert totals.counts["before"][place] == totals.counts["before"].sum() == 6
-    assert totals.sums["before"] == 9.0

@@ -31,7 +31,6 @@ class LiveRun:
             command(shared_memory, "run", name),
             cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.pid = self._process.pid
         self.path = Path(self._answer())
 
     def batch(self) -> None:

@@ -15,16 +15,18 @@ import torch.distributed as dist
 
 from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
+from tests.support.ring_files import SHAPE, create
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import rendezvous
 from ultraep_serve.engines.common.rendezvous import find_location, meet
-from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedError
+from ultraep_serve.errors import ConfigError, NoServerError, SharedMemoryError, UnsupportedError
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.run_directory import (
     RunDirectory,
+    find_run,
     is_running,
     name_of_run,
     remove_abandoned,
@@ -48,9 +50,6 @@ def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o700
         (path / "ring-0").write_bytes(b"x")
     assert list(shared_memory.iterdir()) == []
-
-
-def test_a_run_directory_is_removed_after_an_error(shared_memory: Path) -> None:
     with pytest.raises(KeyError), run_directory(8000):
         raise KeyError
     assert list(shared_memory.iterdir()) == []
@@ -149,29 +148,6 @@ def test_a_process_that_locks_shared_memory_is_named(
     assert list(shared_memory.iterdir()) == []
 
 
-KILLED_LAUNCHER = """
-import os, sys
-from pathlib import Path
-from ultraep_serve.telemetry import run_directory
-run_directory.SHARED_MEMORY = Path(sys.argv[1])
-with run_directory.run_directory(8000):
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_lock_ends_with_its_process(shared_memory: Path) -> None:
-    command = [sys.executable, "-c", KILLED_LAUNCHER, str(shared_memory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == b"ready\n"
-        with pytest.raises(ConfigError, match="running already"), run_directory(8000):
-            pass
-        launcher.kill()
-    with run_directory(8000) as path:
-        assert path.exists()
-
-
 def test_the_last_process_to_leave_removes_it(shared_memory: Path) -> None:
     first = RunDirectory.create("x")
     second = RunDirectory.join("x")
@@ -253,6 +229,24 @@ def test_a_fork_does_not_hold_the_directory_of_a_killed_process(shared_memory: P
         os.close(descriptor)
 
 
+def test_several_servers_are_listed_with_what_tells_them_apart(shared_memory: Path) -> None:
+    loading, serving = RunDirectory.create("8000"), RunDirectory.create("abcd")
+    recorder = create(serving.path, engine="sglang")
+    (serving.path / "ring-x").write_text("no ring")
+    with pytest.raises(NoServerError) as raised:
+        find_run()
+    head, first, second = str(raised.value).splitlines()
+    assert "2 balanced servers" in head
+    assert "--run-dir" in head
+    assert first.split() == [str(loading.path), "no", "rank", "has", "joined", "yet"]
+    assert str(serving.path) in second
+    assert f"sglang, {SHAPE.num_ranks} ranks, rank 0 is process" in second
+    assert "since 2" in second
+    recorder.close()
+    loading.leave()
+    serving.leave()
+
+
 def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[str, bool]:
     """Two ranks each of two runs meet, both at once; 0 and 1 are of one, 2 and 3 of the other."""
     module.SHARED_MEMORY = shm
@@ -307,29 +301,6 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
     assert [outcome.error for outcome in outcomes] == ["ConfigError", "FabricError"]
     assert "the sidecar cannot listen on 192.0.2.1:8001" in outcomes[0].message
     assert "rank 0 could not make a run directory" in outcomes[1].message
-
-
-def met_on_hosts(rank: int, run_path: Path, shm: Path) -> tuple[str, range]:
-    """One run of four ranks on two hosts, each with shared memory of its own."""
-    module.SHARED_MEMORY = rendezvous.SHARED_MEMORY = shm / str(rank // 2)
-    group = engine_group(run_path, rank, 4)
-    config = BalanceConfig(slots=1)
-    location = find_location(config, rank, 4, group)
-    directory = meet(config, location, group).run_path
-    assert directory.is_dir()
-    dist.barrier(group.on_host)
-    return str(directory), location.host
-
-
-def test_every_host_of_a_run_has_a_directory_of_its_own(run_path: Path, tmp_path: Path) -> None:
-    for host in ("0", "1"):
-        (tmp_path / host).mkdir()
-    outcomes = run_ranks(met_on_hosts, 4, run_path, tmp_path)
-    assert [host for _, host in outcomes] == [range(2), range(2), range(2, 4), range(2, 4)]
-    directories = [directory for directory, _ in outcomes]
-    assert directories[0] == directories[1]
-    assert directories[2] == directories[3]
-    assert [Path(directory).parent.name for directory in directories] == ["0", "0", "1", "1"]
 
 
 def test_what_cannot_be_looked_at_is_not_removed(
