@@ -53,7 +53,7 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
     joined._recorder.write_kept()
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
-    records = ring.recent()
+    records = ring.poll().records
     is_own = view is TokenView.OWN or rank == 0  # tokens that all ranks see are rank 0's
     assert (records["own_load"] == [64 * is_own] * 2 + [0] * 6).all()
     decisions: list[int] = records["decision"].tolist()
@@ -102,7 +102,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     assert (header.location.host, header.location.domain_size) == (location.host, 2)
     assert header.location.first_host
     assert header.policy is Policy.OFF
-    records = ring.recent()
+    records = ring.poll().records
     assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
     assert (StageWindow(header, 0).add(rank, records)["floor"] == 1.0).all()
     decisions: list[int] = records["decision"].tolist()

@@ -82,7 +82,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
             joined.end_loading(logging.getLogger("test"))
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
-    decisions = ring.recent()["decision"].tolist()
+    decisions = ring.poll().records["decision"].tolist()
     backend.fabric.exchange(torch.zeros(backend.fabric.limits.row_width, dtype=torch.int32))
     return joined._costs, decisions
 

@@ -124,7 +124,6 @@ def _rings(folder: Path) -> Reader:
         with contextlib.suppress(RingError), contextlib.closing(RingReader(ring.path)) as reader:
             poll = reader.poll()
             assert len(poll.records) <= _CAPACITY
-            reader.recent()
 
     return read
 

@@ -134,7 +134,7 @@ def balance_routes(store: RunStore) -> APIRouter:
 
     @router.get("/history", response_model=History)
     def over_time() -> Response:
-        """Imbalance and savings over the last 15 minutes."""
+        """Imbalance over the last 15 minutes."""
         return _json(history(store.poll().held(), int(time.time())))
 
     @router.get("/batches", response_model=BatchList)

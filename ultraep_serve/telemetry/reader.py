@@ -76,12 +76,6 @@ class RingReader:
         self._read_up_to = header.written
         return Poll(header, records, missed, replaced)
 
-    def recent(self) -> RecordArray:
-        """All intact records that the ring still holds, oldest first; ``poll`` is not affected."""
-        header = self.header()
-        first = max(0, header.written - self._readable(header))
-        return self._intact(first + 1, header.written)[0]
-
     def close(self) -> None:
         """Close the file; may be called twice."""
         if self._file is not None:
