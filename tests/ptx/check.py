@@ -29,13 +29,14 @@ from typing import Any
 
 from deploy.environment import ensure_installed, has_program
 
-__all__ = ["main", "options_of"]
+__all__ = ["main"]
 
-_RESIDENT = (1, 2, 3, 5, 8, 1 << 20)  # programs of a rank at a time
-_QUANTA = (1, 3, 16, 100)
 _SEEDS, _QUICK_SEEDS = 200, 2
 _TRIES, _QUICK_TRIES = 6, 2  # seeds for a mistake
-_QUICK_SCENARIOS = ("two ranks", "relays", "a silent rank", "dispatch", "calibration")
+_QUICK_SCENARIOS = (
+    "two ranks", "relays", "a silent rank", "dispatch", "calibration",
+    "nine slots", "many ids", "many chunks", "long chunks", "off and on",
+)  # fmt: skip
 
 
 @dataclass
@@ -177,15 +178,6 @@ def main() -> int:
     return int(not totals.is_right)
 
 
-def options_of(seed: int, least_resident: int = 1, resident: int = 0):  # type: ignore[no-untyped-def]
-    """How the run of a seed is made: few or many programs at a time, short turns or long ones."""
-    from tests.ptx.machine import Options
-
-    fits = resident or max(least_resident, _RESIDENT[seed % len(_RESIDENT)])
-    quantum = _QUANTA[seed // len(_RESIDENT) % len(_QUANTA)]
-    return Options(seed=seed, resident=fits, quantum=quantum, order=(0, 2, 1, 0)[seed % 4])
-
-
 def _check_scenarios(arguments: argparse.Namespace, totals: _Totals) -> None:
     from tests.ptx.scenarios import SCENARIOS
 
@@ -208,7 +200,7 @@ def _play_one(name: str, seed: int, arguments: argparse.Namespace, totals: _Tota
 
     scenario, played = SCENARIOS[name], totals.played[name]
     started = time.process_time()
-    outcome = play(scenario, options_of(seed, scenario.least_resident, scenario.resident))
+    outcome = play(scenario, scenario.options_of(seed))
     seconds = time.process_time() - started
     played.seeds.add(seed)
     played.seconds += seconds
@@ -245,13 +237,10 @@ def _check_mistakes(arguments: argparse.Namespace, totals: _Totals) -> None:
 
 def _find(mistake, tries: int, totals: _Totals) -> str:  # type: ignore[no-untyped-def]
     """The first thing that is reported beyond what a run without mistakes reports."""
-    from tests.ptx.mistakes import change_of
-    from tests.ptx.scenarios import SCENARIOS, play
+    from tests.ptx.mistakes import play_with
 
-    scenario, change = SCENARIOS[mistake.scenario], change_of(mistake)
     for seed in range(1, tries + 1):
-        options = options_of(seed, scenario.least_resident, mistake.resident or scenario.resident)
-        outcome = play(scenario, options, change, mistake.forgets)
+        outcome = play_with(mistake, seed)
         totals.launches += outcome.launches
         said = [str(each) for each in outcome.findings if str(each) not in totals.races]
         said += [*outcome.wrong, outcome.failure]

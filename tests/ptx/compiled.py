@@ -5,10 +5,12 @@ them, so nothing here knows any kernel's parameters.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -22,12 +24,20 @@ from ultraep_kernels.device.offline import Launch
 from tests.ptx.library import private_folder
 from tests.ptx.parse import ParsedKernel, parse
 
-__all__ = ["Change", "Prepared", "inline_assembly", "prepare"]
+__all__ = ["Change", "Prepared", "Rewrite", "inline_assembly", "prepare", "rewritten"]
 
 Change = Callable[[ParsedKernel], ParsedKernel]  # makes a mistake, or none; asked once a kernel
 _ARCH = 90
 _ASSEMBLY = re.compile(r'elementwise_inline_asm "([^"]*)"')
 _SCRATCH_POINTERS = 2  # parameters that the compiler adds; no kernel here uses them
+
+
+class Rewrite(NamedTuple):
+    """A text of a function that kernels call, and what stands there instead, in as many lines."""
+
+    function: Any  # a triton.JITFunction
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def prepare(launch: Launch, change: Change | None = None) -> Prepared:
     fusion = {"enable_fp_fusion": False}
     packed = function._pack_args(backend, fusion, bound, specialised, None)
     _, signature, constants, attributes = packed
-    key = function.__name__, launch.num_warps, str(signature), str(constants), str(attributes)
+    key = function.cache_key, launch.num_warps, str(signature), str(constants), str(attributes)
     if key not in _modules:
         options = {"num_warps": launch.num_warps} | fusion
         source = ASTSource(function, signature, constants, attributes)
@@ -85,6 +95,30 @@ def prepare(launch: Launch, change: Change | None = None) -> Prepared:
         raise ValueError(f"{function.__name__} takes {len(kernel.parameters)}, not {len(values)}")
     (grid,) = launch.grid
     return Prepared(kernel, module.shared_bytes, grid, launch.num_warps, values, tensors)
+
+
+@contextmanager
+def rewritten(rewrite: Rewrite | None) -> Iterator[None]:
+    """Inside, kernels are compiled with it; None: as they are."""
+    if rewrite is None:
+        yield
+        return
+    function, before, after = rewrite
+    source = function.src
+    assert source.count(before) == 1, f"{before!r} in {function.__name__}"
+    try:
+        _set_source(function, source.replace(before, after))
+        yield
+    finally:
+        _set_source(function, source)
+
+
+def _set_source(function: Any, source: str) -> None:
+    function._unsafe_update_src(source)
+    modules = [each for name, each in sys.modules.items() if name.startswith("ultraep_kernels.")]
+    for made in (each for module in modules for each in vars(module).values()):
+        if isinstance(made, triton.JITFunction):
+            made.hash = None  # of those that call it too
 
 
 def inline_assembly() -> set[str]:

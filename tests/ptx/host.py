@@ -21,7 +21,7 @@ from ultraep_kernels.device.status import new_status
 
 from tests.ptx.compiled import Change, Prepared, prepare
 from tests.ptx.machine import Machine, Options
-from tests.ptx.ranks import PATIENCE_NS, Rank, Stream, connect_all, new_rank
+from tests.ptx.ranks import PATIENCE_NS, Rank, Stream, Weights, connect_all, new_rank
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
@@ -84,8 +84,9 @@ class Cluster:
     """All ranks of a group, and the machine that executes what they launch."""
 
     def __init__(
-        self, setup_of: Callable[[int], GroupSetup], num_layers: int, options: Options,
-        change: Change | None = None, forgets: str = "", patience_ns: int = PATIENCE_NS,
+        self, setup_of: Callable[[int], GroupSetup], num_layers: int, weights: Weights,
+        options: Options, change: Change | None = None, forgets: str = "",
+        patience_ns: int = PATIENCE_NS,
     ) -> None:  # fmt: skip
         """``change`` of the compiled kernels; ``forgets``, a mistake: what hosts leave out.
 
@@ -107,7 +108,8 @@ class Cluster:
         self._current: Rank | None = None
         self._later: list[Callable[[], None]] = []
         self._ended: set[int] = set()  # pages whose copy has been made
-        self.ranks = [new_rank(n, setup_of(n), num_layers) for n in range(shape.num_ranks)]
+        numbers = range(shape.num_ranks)
+        self.ranks = [new_rank(n, setup_of(n), num_layers, weights) for n in numbers]
         connect_all(self.ranks, lambda number: _Gather(self, number), patience_ns)
         self._register_mapped()
         for rank in self.ranks:

@@ -57,6 +57,8 @@ SIGNED(SAME, div, b == 0 ? (s64)UNDEFINED : b == -1 ? -(u64)a : (u64)(a / b))
 SIGNED(SAME, rem, b == 0 ? (s64)UNDEFINED : b == -1 ? 0 : a % b)
 SIGNED(SAME, abs, a < 0 ? -(u64)a : (u64)a)
 SIGNED(SAME, neg, -(u64)a)
+SAME(mul_hi, s16, (s32)a * b >> 16)
+SAME(mul_hi, u16, (u32)a * b >> 16)
 SAME(mul_hi, s32, (s64)a * b >> 32)
 SAME(mul_hi, u32, (u64)a * b >> 32)
 SAME(mul_hi, s64, (s128)a * b >> 64)
@@ -65,6 +67,8 @@ DEFINE(mul_wide, s16, s32, (s32)a *b)
 DEFINE(mul_wide, u16, u32, (u32)a *b)
 DEFINE(mul_wide, s32, s64, (s64)a *b)
 DEFINE(mul_wide, u32, u64, (u64)a *b)
+DEFINE(mad_wide, s16, u32, (u64)((s32)a * b) + z[l])
+DEFINE(mad_wide, u16, u32, (u32)a *b + z[l])
 DEFINE(mad_wide, s32, u64, (u64)((s64)a * b) + z[l])
 DEFINE(mad_wide, u32, u64, (u64)a *b + z[l])
 BITS(SAME, and, a &b)
@@ -120,7 +124,13 @@ static u32 permuted(u32 low, u32 high, u32 selector) {
     return found;
 }
 SAME(prmt, b32, permuted(a, b, c))
-SAME(shf_l_wrap, b32, (((u64)b << 32 | a) << (c & 31)) >> 32)
+typedef u32 s16x2; /* two halves of a word */
+typedef u32 u16x2;
+#define HALVES(A, B) (((A) + (B)) & 0xffff) | (((A) >> 16) + ((B) >> 16)) << 16
+SAME(add, s16x2, HALVES(a, b))
+SAME(add, u16x2, HALVES(a, b))
+SAME(shf_r_wrap, b32, ((u64)b << 32 | a) >> (c & 31))
+SAME(shf_l_wrap, b32, ((u64)b << 32 | a) << (c & 31) >> 32)
 
 #define CONVERT(TO, FROM)                                                                         \
     static void cvt_##TO##_##FROM(u64 *d, const u64 *x, const u64 *y, const u64 *z) {             \
@@ -143,13 +153,13 @@ typedef struct {
 #define ROWS(NAME) NUMBERS(ROW, NAME, )
 static const Known operations[] = {
     ROWS(add) ROWS(sub) ROWS(mul_lo) ROWS(mad_lo) ROWS(min) ROWS(max) ROWS(div) ROWS(rem)
-    SIGNED(ROW, abs, ) SIGNED(ROW, neg, ) ROW(mul_hi, s32) ROW(mul_hi, u32) ROW(mul_hi, s64)
-    ROW(mul_hi, u64) ROW(mul_wide, s16) ROW(mul_wide, u16) ROW(mul_wide, s32) ROW(mul_wide, u32)
+    SIGNED(ROW, abs, ) SIGNED(ROW, neg, ) ROWS(mul_hi) ROW(mul_wide, s16) ROW(mul_wide, u16)
+    ROW(mul_wide, s32) ROW(mul_wide, u32) ROW(mad_wide, s16) ROW(mad_wide, u16)
     ROW(mad_wide, s32) ROW(mad_wide, u32) ROWS_OF_BITS(and) ROWS_OF_BITS(or) ROWS_OF_BITS(xor)
     ROWS_OF_BITS(not) ROWS_OF_BITS(mov) ROWS_OF_BITS(shl) ROWS(shr) ROWS_OF_BITS(selp)
     ROWS_OF_BITS(setp_eq) ROWS(setp_eq) ROWS_OF_BITS(setp_ne) ROWS(setp_ne) ROWS(setp_lt)
     ROWS(setp_le) ROWS(setp_gt) ROWS(setp_ge) ROW(and, pred) ROW(or, pred) ROW(xor, pred)
     ROW(not, pred) ROW(mov, pred) ROW(popc, b32) ROW(popc, b64) ROW(clz, b32) ROW(clz, b64)
-    ROW(bfe, u32) ROW(bfe, s32) ROW(bfe, u64) ROW(bfe, s64) ROW(prmt, b32) ROW(shf_l_wrap, b32)
-    CONVERSIONS(ROW_CVT)
+    ROW(bfe, u32) ROW(bfe, s32) ROW(bfe, u64) ROW(bfe, s64) ROW(prmt, b32) ROW(add, s16x2)
+    ROW(add, u16x2) ROW(shf_r_wrap, b32) ROW(shf_l_wrap, b32) CONVERSIONS(ROW_CVT)
 };

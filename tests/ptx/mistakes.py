@@ -13,12 +13,15 @@ from typing import Any
 
 import ultraep_kernels.device
 from triton.language import standard
+from ultraep_kernels.device._decisions import is_off
+from ultraep_kernels.device.stream import _await_slot
 
-from tests.ptx.compiled import Change
+from tests.ptx.compiled import Change, Rewrite, rewritten
 from tests.ptx.flow import Instruction
 from tests.ptx.parse import ParsedKernel
+from tests.ptx.scenarios import SCENARIOS, Outcome, play
 
-__all__ = ["MISTAKES", "Mistake", "Site", "change_of", "sites"]
+__all__ = ["MISTAKES", "Mistake", "Site", "play_with", "sites"]
 
 _FOLDERS = [Path(module.__file__).parent for module in (ultraep_kernels.device, standard)]
 
@@ -44,6 +47,7 @@ class Mistake:
     target: Site | None = None  # the instructions that are changed; "" is any name
     change: str = "remove"  # or what else ``_changed`` knows
     scenario: str = "one batch"
+    rewrite: Rewrite | None = None  # what is compiled instead of it
     forgets: str = ""  # what hosts leave out instead, see ``Cluster``
     resident: int = 0  # programs of a rank at a time; 0 as the seed has it
 
@@ -55,6 +59,7 @@ def _at(operation: str, function: str, caller: str = "", kernel: str = "") -> Si
 _COUNT, _PLAN, _RECEIVE = "_count_kernel", "plan_kernel", "_receive_kernel"
 _POST_ROW, _POST_CHUNK = ("post", "exchange_program"), ("post", "_transfer")
 _SLOT = ("read_flags", "_await_slot", _RECEIVE)
+_ACQUIRES = 'read_flags(first + chunks * 8, exists, "acquire")'
 MISTAKES = (
     # a row, from rank to rank
     Mistake("row posted before all have written it", _at("barrier", *_POST_ROW)),
@@ -98,6 +103,17 @@ MISTAKES = (
     ),
     Mistake("speeds overwritten while they are read", _at("barrier", "_choose_kernel")),
     Mistake("goes on after a wait given up", _at("trap", "stop"), scenario="a silent rank"),
+    # more than one block, more than one batch
+    Mistake(
+        "slot acquired by its first block of flags only",
+        rewrite=Rewrite(_await_slot, _ACQUIRES, f"if start == 0: {_ACQUIRES}"),
+        scenario="many chunks",
+    ),
+    Mistake(
+        "a batch off because the one before was",
+        rewrite=Rewrite(is_off, "(begins == 0) & ", ""),
+        scenario="off and on",
+    ),
     # streams
     Mistake("experts do not wait for the side stream", forgets="join"),
     Mistake("the side stream does not wait for the plan", forgets="fork"),
@@ -106,8 +122,15 @@ MISTAKES = (
 )
 
 
-def change_of(mistake: Mistake) -> Change | None:
-    """What makes the mistake in kernels."""
+def play_with(mistake: Mistake, seed: int) -> Outcome:
+    """Its scenario, with the mistake made."""
+    scenario = SCENARIOS[mistake.scenario]
+    options = scenario.options_of(seed, mistake.resident)
+    with rewritten(mistake.rewrite):
+        return play(scenario, options, _change_of(mistake), mistake.forgets)
+
+
+def _change_of(mistake: Mistake) -> Change | None:
     if mistake.target is None:
         return None
     target = mistake.target

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.balancer_rigs import masters_of
+import torch
+
+from tests.support.balancer_rigs import SHAPES, masters_of
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
@@ -17,11 +19,26 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import Handshake
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 
-__all__ = ["PATIENCE_NS", "Rank", "Stream", "connect_all", "new_rank"]
+__all__ = ["PATIENCE_NS", "WEIGHTS", "Rank", "Stream", "Weights", "connect_all", "new_rank"]
 
 PATIENCE_NS = 1 << 50  # nobody gives up
 _GRANULARITY = 1 << 12  # of mapped memory, bytes
 _NUM_PROGRAMS = 2  # that send, and that forward
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors of every expert, and how they are cut."""
+
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    chunk_bytes: int = 4096
+
+    def of(self, rank: int, layer: int, num_masters: int) -> list[torch.Tensor]:
+        """Those of one rank's masters."""
+        return masters_of(rank, layer, num_masters, self.shapes)
+
+
+WEIGHTS = Weights()
 
 
 @dataclass
@@ -46,12 +63,12 @@ class Rank:
     stream: Stream = field(default_factory=Stream)  # that is current
 
 
-def new_rank(number: int, setup: GroupSetup, num_layers: int) -> Rank:
+def new_rank(number: int, setup: GroupSetup, num_layers: int, weights: Weights) -> Rank:
     """One whose layers are in place; it knows no other yet."""
     driver = HostDriver(granularity=_GRANULARITY)
-    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
+    pool = DeviceSlotPool(driver, setup.shape.num_slots, weights.chunk_bytes)
     masters = setup.shape.num_masters
-    layers = [pool.adopt(masters_of(number, layer, masters)) for layer in range(num_layers)]
+    layers = [pool.adopt(weights.of(number, layer, masters)) for layer in range(num_layers)]
     return Rank(number, setup, driver, layers, FakeRecorder(), pool)
 
 

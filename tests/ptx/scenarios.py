@@ -18,20 +18,22 @@ from ultraep_kernels.device.status import DeviceStatus
 from tests.ptx.compiled import Change
 from tests.ptx.host import Cluster
 from tests.ptx.machine import Finding, MachineError, Options
-from tests.ptx.ranks import PATIENCE_NS, Rank
+from tests.ptx.ranks import PATIENCE_NS, WEIGHTS, Rank, Weights
 from tests.ptx.twins import Routed, Twins, moved
-from tests.support.balancer_rigs import CONFIG, masters_of
+from tests.support.balancer_rigs import CONFIG
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
-from ultraep_serve.types import ExpertShape, Plan, TokenView
+from ultraep_serve.types import ExpertShape, Plan, Policy, TokenView
 
 __all__ = ["SCENARIOS", "Batch", "Outcome", "Scenario", "play"]
 
 NUM_LAYERS, TOP_K = 2, 2
 _PREFILL, _DECODE = 100, 4  # tokens of a batch, for the threshold
+_RESIDENT = (1, 2, 3, 5, 8, 1 << 20)  # programs of a rank at a time
+_QUANTA = (1, 3, 16, 100)
 _SOON_NS, _GAVE_UP = 2000, int(DeviceStatus.EXCHANGE_TIMEOUT)
 _CONFIG = CONFIG.replace(allow_ideal=False, speeds="equal")
 
@@ -43,13 +45,15 @@ class Batch:
     kind: str  # "skewed", "one expert", "even", "padding", "unknown id"
     turn: int = 0  # which experts are the hot ones
     tokens: int = _PREFILL
+    rows: int = 40  # tokens of rank 0; others have more
     dtype: torch.dtype = torch.int32
     runs: bool = True  # whether hosts wait for the device before the next batch
+    policy: Policy = Policy.QUOTA  # that rank 0 asks for
 
     def ids(self, rank: int, num_experts: int) -> torch.Tensor:
         """(T, K) logical of one rank."""
         rng = np.random.default_rng(100 * self.turn + rank)
-        size = 40 + 30 * (rank % 3), TOP_K
+        size = self.rows + 30 * (rank % 3), TOP_K
         if self.kind == "even":
             ids = np.arange(num_experts * TOP_K).reshape(-1, TOP_K) % num_experts
         else:
@@ -78,6 +82,26 @@ _BRIEFLY = Search(512, first=2, limit=4, sweeps=8, thrifty=2)
 _FIRST = (Batch("skewed"),)
 _BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
 _RELAYED = (Batch("one expert", runs=False), Batch("one expert", 3))
+_TURNS_OUT = (  # sent beside dispatch, left alone, and expected to be left alone but followed up
+    Batch("skewed"),
+    Batch("even", runs=False),
+    Batch("skewed", 3),
+    Batch("skewed", 1),
+)
+_MANY_IDS = (  # more blocks of ids than are added up at a time, and than one program looks up
+    Batch("skewed", rows=8300),
+    Batch("skewed", 1, _DECODE, rows=600),
+)
+_ON, _OFF = Policy.QUOTA, Policy.OFF
+_POLICIES = (_ON, _ON, _ON, _OFF, _ON, _OFF, _OFF, _OFF, _ON, _ON)  # any three that follow
+_SWITCHED = tuple(
+    batch
+    for turn, policy in enumerate(_POLICIES)
+    for batch in (
+        Batch("skewed", turn, policy=policy, runs=turn % 3 != 2),
+        Batch("skewed", turn, _DECODE, policy=policy),
+    )
+)
 
 
 def _two_micro_batches(num_ranks: int, num_experts: int) -> ExpertShape:
@@ -95,16 +119,23 @@ class Scenario:
     relay: str = "auto"
     speeds: str = "equal"
     domain_size: int | None = None
+    weights: Weights = WEIGHTS
     search: Search | None = _BRIEFLY  # None: as it serves
     least_resident: int = 1  # programs of a rank that must fit a device together
     calibrates: bool = False
     is_silent: bool = False  # rank 0 does nothing, and the other three give up soon
     dispatches: bool = False  # with a stand-in for a dispatch that takes all multiprocessors
 
-    @property
-    def resident(self) -> int:
-        """Programs of a rank at a time, where the scenario says so; else 0."""
-        return 2 * self.shape.num_ranks if self.dispatches else 0
+    def options_of(self, seed: int, resident: int = 0) -> Options:
+        """How a seed's run is made: few or many programs at a time, short turns or long ones.
+
+        ``resident`` programs of a rank at a time; 0: as the seed has it, or the scenario.
+        """
+        if self.dispatches:
+            resident = 2 * self.shape.num_ranks
+        fits = resident or max(self.least_resident, _RESIDENT[seed % len(_RESIDENT)])
+        quantum = _QUANTA[seed // len(_RESIDENT) % len(_QUANTA)]
+        return Options(seed=seed, resident=fits, quantum=quantum, order=(0, 2, 1, 0)[seed % 4])
 
     def setup_of(self, rank: int) -> GroupSetup:
         """Of one rank."""
@@ -127,6 +158,22 @@ SCENARIOS = {
         Scenario("relays of eight", ExpertShape(8, 16, 1), _RELAYED),
         Scenario("relays expected to be left alone", ExpertShape(4, 8, 1), relay="always"),
         Scenario("many slots", ExpertShape(4, 32, 16), _BALANCED, relay="always"),  # 64 in all
+        Scenario("nine slots", ExpertShape(4, 32, 9), _BALANCED, relay="always"),
+        Scenario("many masters and three slots", ExpertShape(2, 20, 3), _BALANCED),
+        Scenario("many ranks", ExpertShape(36, 72, 1), _FIRST),  # more than lanes
+        Scenario("many ids", ExpertShape(2, 8, 1), _MANY_IDS),
+        Scenario("many chunks", ExpertShape(2, 8, 1), _TURNS_OUT, weights=Weights(chunk_bytes=64)),
+        Scenario(  # copied in several steps, some of them byte by byte
+            "long chunks",
+            ExpertShape(4, 8, 1),
+            _TURNS_OUT,
+            relay="always",
+            weights=Weights(((200, 25), (1301,)), chunk_bytes=1 << 15),
+        ),
+        Scenario("off and on", ExpertShape(2, 8, 1), _SWITCHED),
+        Scenario(
+            "off and on in micro-batches", _two_micro_batches(2, 8), _SWITCHED, least_resident=8
+        ),
         Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
         Scenario("micro-batches", _two_micro_batches(4, 8), _BALANCED, least_resident=8),
         Scenario("micro-batches of two", _two_micro_batches(2, 8), _BALANCED, least_resident=8),
@@ -215,13 +262,11 @@ class _Player:
         self._scenario, self.outcome = scenario, Outcome()
         with searching(scenario.search):
             patience_ns = _SOON_NS if scenario.is_silent else PATIENCE_NS
-            self._cluster = Cluster(
-                scenario.setup_of, NUM_LAYERS, options, change, forgets, patience_ns
-            )
-        self._twins = [
-            Twins(scenario.shape, NUM_LAYERS, scenario.setup_of)
-            for _ in range(scenario.shape.num_micro_batches)
-        ]
+            given = scenario.setup_of, NUM_LAYERS, scenario.weights
+            self._cluster = Cluster(*given, options, change, forgets, patience_ns)
+        numbers = range(scenario.shape.num_micro_batches)
+        self._twins = [Twins(scenario.shape, *given) for _ in numbers]
+        self._policies: list[Policy] = []  # of the batches that exchanged
         self._checks: list[Callable[[], None]] = []  # when the device is done
         self._plans: dict[tuple[int, int], tuple[_Place, Plan | None]] = {}
 
@@ -234,8 +279,7 @@ class _Player:
                 self._give_up()
                 return
             for batch in self._scenario.batches:
-                for layer in range(NUM_LAYERS):
-                    self._layer(batch, layer)
+                self._batch(batch)
                 if batch.runs:
                     self._run()
             self._run()
@@ -298,7 +342,17 @@ class _Player:
         self._checks.clear()
         self._plans.clear()
 
-    def _layer(self, batch: Batch, layer: int) -> None:
+    def _batch(self, batch: Batch) -> None:
+        """All of its layers; hosts go by the policy of the batch before last behind the first."""
+        for recorder in (self._cluster.ranks[0].recorder, *(twins.asked for twins in self._twins)):
+            recorder.policy = batch.policy
+        rests = self._policies[-2:-1] == [Policy.OFF] and batch.tokens == _PREFILL
+        for layer in range(NUM_LAYERS):
+            self._layer(batch, layer, rests)
+        if batch.tokens == _PREFILL:
+            self._policies.append(batch.policy)
+
+    def _layer(self, batch: Batch, layer: int, rests: bool) -> None:
         """Every rank routes it, then its engine dispatches and computes."""
         shape, cluster = self._scenario.shape, self._cluster
         is_shared = self._scenario.view is TokenView.SHARED
@@ -306,7 +360,8 @@ class _Player:
             turned = replace(batch, turn=batch.turn + 4 * number + layer)
             sources = [0 if is_shared else n for n in range(shape.num_ranks)]
             ids = [turned.ids(n, shape.num_logical_experts) for n in sources]
-            expected = twins.route(layer, ids, batch.tokens)
+            is_identity = rests and (layer, number) != (0, 0)
+            expected = twins.identity(ids) if is_identity else twins.route(layer, ids, batch.tokens)
             for n, own in enumerate(ids):
                 with cluster.of(n) as rank:
                     physical = rank.balancer.route(layer, own, batch.tokens, number)
@@ -344,7 +399,7 @@ class _Player:
                 if expert < 0:
                     continue
                 owner, local = divmod(expert, shape.num_masters)
-                masters = masters_of(owner, place.layer, shape.num_masters)
+                masters = self._scenario.weights.of(owner, place.layer, shape.num_masters)
                 for tensor, master in zip(rank.layers[place.layer].tensors, masters, strict=True):
                     cluster.touch(tensor[first + slot], rank.number, "experts read slots")
                     if not torch.equal(tensor[first + slot], master[local]):
@@ -403,7 +458,7 @@ class _Player:
                 if not torch.equal(found, rows):
                     wrong.append(f"rows of rank {rank.number}")
                 owner, local = divmod(int(slot_expert[rank.number, 0]), shape.num_masters)
-                masters = masters_of(owner, 0, shape.num_masters)
+                masters = self._scenario.weights.of(owner, 0, shape.num_masters)
                 for tensor, master in zip(rank.layers[0].tensors, masters, strict=True):
                     if not torch.equal(tensor[shape.num_masters], master[local]):
                         wrong.append(f"slot 0 of rank {rank.number}")

@@ -55,6 +55,11 @@ def words(size: int = 128) -> torch.Tensor:
 OPERATIONS: Sequence[tuple[str, int, int, int]] = [
     ("add.s32 %r4, %r2, %r3;", 2**31 - 1, 1, -(2**31)),
     ("mul.hi.s32 %r4, %r2, %r3;", -5, 7, -1),
+    ("mul.hi.u16 %rs2, %rs1, 5462; cvt.u32.u16 %r4, %rs2;", 7 * 12 + 11, 0, 7),
+    ("mov.b32 %r5, 12; mad.wide.u16 %r4, %rs1, 3, %r5;", 100, 0, 312),
+    ("add.s16x2 %r4, %r2, %r3;", 0x7FFF_FFFF, 0x0001_0002, -(1 << 31) + 1),
+    ("shf.r.wrap.b32 %r4, %r2, %r3, 3;", 0x80, 1, 0x20000010),
+    ("shf.l.wrap.b32 %r4, %r2, %r3, 35;", -1, 1, 15),
     ("shl.b32 %r4, %r2, %r3;", 1, 32, 0),
     ("shr.s32 %r4, %r2, %r3;", -8, 40, -1),
     ("div.s32 %r4, %r2, %r3;", -7, 2, -3),
@@ -75,7 +80,7 @@ OPERATIONS: Sequence[tuple[str, int, int, int]] = [
 @pytest.mark.parametrize(("operation", "a", "b", "expected"), OPERATIONS)
 def test_operations(operation: str, a: int, b: int, expected: int) -> None:
     memory = words(32)
-    given = f"setp.eq.s32 %p1, 1, 1; mov.b32 %r2, {a}; mov.b32 %r3, {b};"
+    given = f"setp.eq.s32 %p1, 1, 1; mov.b32 %r2, {a}; mov.b32 %r3, {b}; cvt.u16.u32 %rs1, %r2;"
     body = f"{given} {operation} st.global.b32 [%rd2], %r4; ret;"
     assert not run(body, memory)
     assert memory.tolist() == [expected] * 32

@@ -19,6 +19,7 @@ def module(body: str) -> str:
 .reqntid 32
 {{
 	.reg .pred 	%p<3>;
+	.reg .b16 	%rs<3>;
 	.reg .b32 	%r<9>;
 	.reg .b64 	%rd<4>;
 	.loc	1 7 0

@@ -7,9 +7,8 @@ pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 import triton.language as tl
 
-from tests.ptx.check import options_of
 from tests.ptx.compiled import inline_assembly
-from tests.ptx.mistakes import MISTAKES, Mistake, change_of
+from tests.ptx.mistakes import MISTAKES, Mistake, play_with
 from tests.ptx.scenarios import SCENARIOS, play
 
 pytestmark = pytest.mark.interpreter
@@ -23,8 +22,7 @@ SOME = [mistake for mistake in MISTAKES if mistake.name in (
 
 @pytest.mark.parametrize("name", ["two ranks", "relays"])
 def test_the_same_as_on_a_cpu_without_races(name: str) -> None:
-    scenario = SCENARIOS[name]
-    outcome = play(scenario, options_of(1, scenario.least_resident, scenario.resident))
+    outcome = play(SCENARIOS[name], SCENARIOS[name].options_of(1))
     assert outcome.is_right, outcome
     assert outcome.launches > 0
 
@@ -41,16 +39,12 @@ def test_signals_are_tritons_own_where_it_has_them() -> None:
     """Its sanitizer of global memory does not see what inline assembly loads and stores."""
     if not hasattr(tl, "atomic_load"):
         pytest.skip("this Triton has no atomic loads")
-    assert play(SCENARIOS["relays expected to be left alone"], options_of(1)).is_right
+    scenario = SCENARIOS["relays expected to be left alone"]
+    assert play(scenario, scenario.options_of(1)).is_right
     orders = {"fence.acq_rel.sys", "fence.proxy.alias"}
     assert inline_assembly() == orders | {"trap", "nanosleep.u32", "mov.u32", "mov.u64"}
 
 
 @pytest.mark.parametrize("mistake", SOME, ids=lambda mistake: mistake.name)
 def test_a_mistake_is_found(mistake: Mistake) -> None:
-    scenario, change = SCENARIOS[mistake.scenario], change_of(mistake)
-    for seed in range(1, 4):
-        options = options_of(seed, scenario.least_resident, mistake.resident or scenario.resident)
-        if not play(scenario, options, change, mistake.forgets).is_right:
-            return
-    pytest.fail("none of three seeds shows it")
+    assert not all(play_with(mistake, seed).is_right for seed in range(1, 4))

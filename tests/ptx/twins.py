@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.balancer_rigs import masters_of
+from tests.ptx.ranks import Weights
 from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -31,9 +31,13 @@ class Twins:
     """``HostBalancer`` of every rank, each in a thread; nothing is copied."""
 
     def __init__(
-        self, shape: ExpertShape, num_layers: int, setup_of: Callable[[int], GroupSetup]
+        self,
+        shape: ExpertShape,
+        setup_of: Callable[[int], GroupSetup],
+        num_layers: int,
+        weights: Weights,
     ) -> None:
-        self._num_layers = num_layers
+        self._num_layers, self._weights = num_layers, weights
         sizes = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
         self._shape, self._setup_of = ExpertShape(*sizes), setup_of
         self._pool = ThreadPoolExecutor(shape.num_ranks)
@@ -56,6 +60,16 @@ class Twins:
 
         return list(self._pool.map(one, range(self._shape.num_ranks)))
 
+    def identity(self, ids: list[torch.Tensor]) -> list[Routed]:
+        """By rank, where no layer is routed."""
+        pairs = zip(self._balancers, ids, strict=True)
+        return [Routed(balancer.identity(own), None) for balancer, own in pairs]
+
+    @property
+    def asked(self) -> FakeRecorder:
+        """Where rank 0 reads the policy."""
+        return self._recorders[0]
+
     def events(self, rank: int) -> list[Any]:
         """What was recorded."""
         return self._recorders[rank].events
@@ -63,7 +77,7 @@ class Twins:
     def _new_balancer(self, rank: int) -> HostBalancer:
         setup = self._setup_of(rank)
         setup = GroupSetup(setup.config, self._shape, setup.view, setup.location)
-        masters = masters_of(rank, 0, self._shape.num_masters)
+        masters = self._weights.of(rank, 0, self._shape.num_masters)
         sizes = [tensor.element_size() * tensor[0].numel() for tensor in masters]
         layers: list[Any] = [SimpleNamespace(bytes_per_expert=sum(sizes))] * self._num_layers
         fabric: Any = SimpleNamespace(

@@ -42,9 +42,11 @@ def search_briefly() -> None:
         module.search_of = lambda *_: Search(512, first=2, limit=4, sweeps=8, thrifty=2)
 
 
-def masters_of(rank: int, layer: int, num_masters: int) -> list[torch.Tensor]:
+def masters_of(
+    rank: int, layer: int, num_masters: int, shapes: tuple[tuple[int, ...], ...] = SHAPES
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + layer)
-    return [torch.randn(num_masters, *shape, generator=generator) for shape in SHAPES]
+    return [torch.randn(num_masters, *shape, generator=generator) for shape in shapes]
 
 
 def skewed(rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
