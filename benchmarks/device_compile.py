@@ -17,20 +17,20 @@ from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import Inboxes, exchange, new_epoch
 from ultraep_kernels.device.identity import identity
-from ultraep_kernels.device.offline import (
+from ultraep_kernels.device.outcome import outcome_width
+from ultraep_kernels.device.plan import Copies, FollowUp, Gate, Sender, new_plan_buffers, plan
+from ultraep_kernels.device.relays import has_relays, plan_sends
+from ultraep_kernels.device.speeds import choose_speeds
+from ultraep_kernels.device.status import new_status
+from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
+
+from tests.support.offline import (
     KernelFacts,
     Launch,
     compile_launch,
     longest_path,
     recorded_launches,
 )
-from ultraep_kernels.device.outcome import outcome_width
-from ultraep_kernels.device.plan import Copies, FollowUp, Gate, Sender, new_plan_buffers, plan
-from ultraep_kernels.device.relays import has_relays, plan_sends
-from ultraep_kernels.device.reroute import reroute
-from ultraep_kernels.device.speeds import choose_speeds
-from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
 
 TOKENS, TOP_K = 8192, 8  # of one rank
 TENSORS, CHUNKS = 6, 48  # of one expert
@@ -58,7 +58,8 @@ CASES = (
     Case(8, 128, 2),  # one server
     Case(64, 256, 2),  # the sizes of the published measurements
     Case(64, 256, 2, domain_size=8),  # eight servers
-    Case(72, 504, 4),  # as many ranks as there are
+    Case(72, 288, 2),  # as many ranks as there are, no power of two
+    Case(72, 504, 4),
     Case(64, 896, 2),  # as many experts
 )
 
@@ -95,8 +96,8 @@ def launches_of(case: Case) -> list[Launch]:
     addresses = torch.zeros(ranks, dtype=torch.int64)
     tensors = torch.zeros(TENSORS, dtype=torch.int64)
     chunks = torch.zeros((CHUNKS, 3), dtype=torch.int64)
-    tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS)
-    choice = torch.zeros(4, dtype=torch.int32)
+    tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS, CHUNKS)
+    choice = torch.zeros(3, dtype=torch.int32)
     speeds = torch.full((ranks,), FULL_SPEED, dtype=torch.int32)
     buffers = new_plan_buffers(ranks, case.num_experts, slots, "cpu", domain_size=case.domain_size)
     found, decision = buffers.found, buffers.found.decision
@@ -135,7 +136,6 @@ def launches_of(case: Case) -> list[Launch]:
         sending = found.sends, found.slot_expert, masters, tables, 1, epoch, status, programs
         stream(*sending)
         receive(*sending, decision=decision, reported=status, patience_ns=PATIENCE_NS)
-        reroute(ids, found.places, slots, counted, status, decision=decision)
         identity(ids, case.num_experts, masters, slots)
         exchange(counted.row, inboxes, PATIENCE_NS)  # of what ranks compare at start, as the next
         plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)

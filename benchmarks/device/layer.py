@@ -24,7 +24,6 @@ from report import Report
 from routes import Routes, make_routes
 from ultraep_kernels.device.count import count, new_count_buffers
 from ultraep_kernels.device.plan import Sender, new_plan_buffers, plan
-from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.stream import Programs, stream
 from virtual_layer import (
     RELAY,
@@ -39,6 +38,7 @@ from virtual_layer import (
 
 from tests.support.bench import Bench
 from tests.support.kernel_checks import check_exchange, require_equal, require_ok
+from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks
 from ultraep_lab.machines import HARDWARE, LINK_SHARE, MODELS
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids

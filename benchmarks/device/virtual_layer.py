@@ -14,11 +14,11 @@ import torch
 from ultraep_kernels.device.count import Counted, count
 from ultraep_kernels.device.plan import DevicePlan, plan
 from ultraep_kernels.device.relays import Sends
-from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.status import new_status
 
 from tests.support.bench import Bench
 from tests.support.kernel_checks import require_equal
+from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
 from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape

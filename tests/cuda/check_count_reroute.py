@@ -5,13 +5,13 @@ import pytest
 import torch
 from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS, count
 from ultraep_kernels.device.identity import identity
-from ultraep_kernels.device.reroute import places_of, reroute
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.count import count_reference
 
 from tests.support.bench import Bench
 from tests.support.ids import skewed_ids
 from tests.support.kernel_checks import check_count_and_reroute, require_equal
+from tests.support.reroute_alone import places_of, reroute
 from ultraep_serve.balance.physical import identity_table, master_ids
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota

@@ -37,7 +37,8 @@ def test_small_shapes(bench: Bench, shape: ExpertShape, exponent: float) -> None
     "shape",
     [
         ExpertShape(8, 128, 1),  # more masters than are added at a time
-        ExpertShape(72, 144, 4),  # as many ranks and slots as there are, and no power of two
+        ExpertShape(72, 288, 2),  # as many ranks as there are, and no power of two
+        ExpertShape(72, 504, 4),
     ],
     ids=str,
 )

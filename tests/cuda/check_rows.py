@@ -5,14 +5,13 @@ import pytest
 import torch
 from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, UNKNOWN
 from ultraep_kernels.device.count import count, new_count_buffers
-from ultraep_kernels.device.exchange import row_reference
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import Gate, new_plan_buffers, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
 from tests.support.ids import zipf_loads
-from tests.support.kernel_checks import require_equal, require_same_plan
+from tests.support.kernel_checks import require_equal, require_same_plan, row_reference
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy

@@ -17,13 +17,12 @@ KERNELS = {
     "plan_kernel",
     "_stream_kernel",
     "_receive_kernel",
-    "_assign_kernel",
     "_identity_kernel",
     "_relays_kernel",  # of the calibration
 }
 
 
-ONE_AFTER_ANOTHER = {"_assign_kernel", "_identity_kernel", "_choose_kernel", "_relays_kernel"}
+ONE_AFTER_ANOTHER = {"_identity_kernel", "_choose_kernel", "_relays_kernel"}
 Row: TypeAlias = dict[str, Any]
 
 
@@ -91,7 +90,7 @@ def test_polls_do_not_write(compiled: list[Row]) -> None:
 
 def test_the_longest_path_takes_the_longer_branch_and_every_loop_once() -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    from ultraep_kernels.device.offline import LongestPath, longest_path
+    from tests.support.offline import LongestPath, longest_path
 
     ptx = """
 .visible .entry kernel(

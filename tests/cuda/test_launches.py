@@ -1,9 +1,9 @@
 """How much the host has to do for a layer, counted; nothing is computed."""
 
-import inspect
+import ctypes
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -13,19 +13,22 @@ pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from ultraep_kernels.device.launch import Launches, launch
-from ultraep_kernels.device.offline import Launch, recorded_launches
+from ultraep_kernels.device.launch import _Config, _Launch
 from ultraep_kernels.device.relays import has_relays, new_sends
 from ultraep_kernels.device.status import new_status
 from ultraep_kernels.device.stream import Programs, StreamTables, stream
 
 from tests.support.launches import (
     HostWork,
+    bound_as_on_a_gpu,
     count_layers,
+    leaves_of,
+    prepared_launches,
     recorded_balancer,
     recorded_streams,
 )
 from tests.support.mirror import FakeRecorder
+from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.cuda.backend import LEFT_FREE, num_programs
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.types import ExpertShape
@@ -126,7 +129,7 @@ def test_only_programs_that_may_have_something_to_do_are_launched(
     assert (senders, relays) == (3, num_relays)
     sends, status = new_sends(8, 2, "cpu"), new_status("cpu")
     slots, table = torch.full((8, 2), -1, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
-    tables = StreamTables(table, table, table, table, table.view(-1, 1), table, 1)
+    tables = StreamTables(table, table, table, table, table.view(-1, 1), table, 1, 8)
     with recorded_launches() as launches:
         stream(sends, slots, 8, tables, 0, table, status, Programs(senders, relays))
     assert launches[0].grid == (3 + num_relays,)
@@ -236,54 +239,57 @@ def test_nothing_is_compiled_while_serving(num_micro_batches: int) -> None:
     assert not served - warm
 
 
-class _Kernel:
-    """As much of a ``triton.jit`` function as launches know, and what it compiles."""
+@pytest.mark.parametrize("kind", ["balanced", "left_alone"])
+def test_a_launch_that_is_made_again_passes_what_triton_passes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Word by word, with the ids of the batch that it is made for."""
+    backend, again = make_backend(GPUTarget("cuda", 90, 32)), _Launch.again
+    expected, found = [], []
 
-    arg_names = ("table_ptr", "ids_ptr", "num_ids", "SIZES")
-    signature = inspect.signature(lambda table_ptr, ids_ptr, num_ids, SIZES=None: None)
+    def noting(made: Any, blocks: int, changed: dict[str, Any]) -> None:
+        parameters = {each.name: each for each in made._kernel.params}
+        for each in (parameters[name] for name in changed):  # no kernel is compiled for its values
+            assert each.do_not_specialize or each.do_not_specialize_on_alignment
+        arguments = {**made._given, **changed}
+        signature, values = bound_as_on_a_gpu(backend, made._kernel, arguments)
+        words = [int(each) for each in leaves_of(signature, values)]
+        expected.append((made._grid + blocks, [*words, 0, 0]))
+        again(made, blocks, changed)
 
-    def __init__(self) -> None:
-        self.compiled: list[_Compiled] = []
+    def launched(config: int, _function: int, parameters: int, _more: None) -> int:
+        places = (ctypes.c_uint64 * len(expected[-1][1])).from_address(parameters)
+        words = [ctypes.c_uint64.from_address(each).value for each in places]
+        found.append((_Config.from_address(config).grid_x, words))
+        return 0
 
-    def __getitem__(self, grid: tuple[int, ...]) -> "Callable[..., _Compiled]":
-        def run(*args: object, **kwargs: object) -> "_Compiled":
-            assert kwargs.pop("num_warps") == 1
-            self.signature.bind(*args, **kwargs)
-            self.compiled.append(_Compiled())
-            return self.compiled[-1]
-
-        return run
-
-
-class _Compiled:
-    def __init__(self) -> None:
-        self.launched: list[tuple[tuple[int, ...], tuple[object, ...]]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> "Callable[..., None]":
-        return lambda *values: self.launched.append((grid, values))
+    monkeypatch.setattr(_Launch, "again", noting)
+    with prepared_launches(launched):
+        balancer = recorded_balancer(FakeRecorder())
+        balancer._expected.left_alone = {(1, 0)} if kind == "left_alone" else set()
+        for tokens in (300, 300, 300, 300, 307, 1):
+            ids = torch.zeros((tokens, 4), dtype=torch.int32)
+            for layer in (0, 1):
+                balancer.route(layer, ids, 300)
+                balancer.computed()
+            balancer.identity(ids)
+    assert len(found) > 10
+    assert found == expected
 
 
-def test_what_triton_compiled_is_launched_again_while_it_fits_what_changed() -> None:
-    kernel, launches, table = _Kernel(), Launches(), torch.zeros(3)
+def test_what_is_not_known_of_a_launch_is_left_to_triton() -> None:
+    """Its sanitizer passes more than the arguments."""
+    made: list[object] = []
+    with prepared_launches(lambda *_: made.append(_) or 0, more_parameters=1):
+        balancer = recorded_balancer(FakeRecorder())
+        for _ in range(2):
+            balancer.identity(torch.zeros((5, 4), dtype=torch.int32))
+    assert made == []
 
-    def make(ids: torch.Tensor, grid: tuple[int, ...]) -> None:
-        changed = {"ids_ptr": ids, "num_ids": ids.numel()}
-        launches.make(lambda: launch(kernel, grid, table, **changed, num_warps=1), grid, **changed)
 
-    first, others = torch.zeros(5, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
-    make(first, (2,))
-    make(others, (3,))
-    [compiled] = kernel.compiled
-    [(grid, values)] = compiled.launched
-    assert grid == (3, 1, 1)
-    assert values[0] is table
-    assert values[1] is others
-    assert values[2:] == (7, None)
-    # a kernel of another kind of ids, or of a number that Triton makes a constant, is another one
-    for ids in (others.long(), others[:1], torch.zeros(16, dtype=torch.int32)):
-        make(ids, (4,))
-        make(ids, (4,))
-        assert len(kernel.compiled[-1].launched) == 1
-    assert len(kernel.compiled) == 4
-    make(others, (3,))
-    assert len(compiled.launched) == 2
+def test_an_error_of_the_driver_is_raised() -> None:
+    with prepared_launches(lambda *_: 719):
+        balancer, ids = recorded_balancer(FakeRecorder()), torch.zeros((5, 4), dtype=torch.int32)
+        balancer.identity(ids)
+        with pytest.raises(RuntimeError, match="CUDA error 719"):
+            balancer.identity(ids)

@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="its headers are Triton's")
 import torch
 import triton
 from ultraep_kernels.device.identity import identity
-from ultraep_kernels.device.offline import recorded_launches
+from ultraep_kernels.device.launch import _Config
 
+from tests.support.offline import recorded_launches
 from ultraep_serve.balance.physical import identity_table, master_ids
 
 pytestmark = [
@@ -86,8 +87,8 @@ def test_a_kernel_that_is_handed_over_is_executed_and_others_are_not(driver: cty
     pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
 
     def launch() -> None:
-        sizes = prepared.grid, 1, 1, 32 * prepared.num_warps, 1, 1, 0
-        assert driver.cuLaunchKernel(function, *sizes, None, pointers, None) == 0
+        config = _Config(prepared.grid, 1, 1, 32 * prepared.num_warps, 1, 1)
+        assert driver.cuLaunchKernelEx(byref(config), function, pointers, None) == 0
 
     launch()
     assert bool((found == -9).all())

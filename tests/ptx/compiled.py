@@ -19,10 +19,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
-from ultraep_kernels.device.offline import Launch
 
 from tests.ptx.library import private_folder
 from tests.ptx.parse import ParsedKernel, parse
+from tests.support.offline import Launch
 
 __all__ = ["Change", "Prepared", "Rewrite", "inline_assembly", "prepare", "rewritten"]
 

@@ -16,12 +16,12 @@ from unittest import mock
 
 import torch
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.offline import Launch, recorded_launches
 from ultraep_kernels.device.status import new_status
 
 from tests.ptx.compiled import Change, Prepared, prepare
 from tests.ptx.machine import Machine, Options
 from tests.ptx.ranks import PATIENCE_NS, Rank, Stream, Weights, connect_all, new_rank
+from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer

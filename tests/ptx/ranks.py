@@ -66,7 +66,7 @@ class Rank:
 def new_rank(number: int, setup: GroupSetup, num_layers: int, weights: Weights) -> Rank:
     """One whose layers are in place; it knows no other yet."""
     driver = HostDriver(granularity=_GRANULARITY)
-    pool = DeviceSlotPool(driver, setup.shape.num_slots, weights.chunk_bytes)
+    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     masters = setup.shape.num_masters
     layers = [pool.adopt(weights.of(number, layer, masters)) for layer in range(num_layers)]
     return Rank(number, setup, driver, layers, FakeRecorder(), pool)

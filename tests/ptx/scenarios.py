@@ -143,7 +143,12 @@ class Scenario:
         config = _CONFIG.replace(speeds=self.speeds)
         location = Location(rank, self.shape.num_ranks, size, size)
         return GroupSetup(
-            config, self.shape, self.view, location, relay=self.relay, chunk_bytes=4096
+            config,
+            self.shape,
+            self.view,
+            location,
+            relay=self.relay,
+            chunk_bytes=self.weights.chunk_bytes,
         )
 
 

@@ -1,30 +1,36 @@
-"""Compiled kernels of whole batches, and mistakes in them; ``tests.ptx.check`` does all of it."""
+"""Compiled plans of a rack, and what of batches and mistakes ``tests.ptx.check`` does not show."""
 
 import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
+import torch
 import triton.language as tl
 
+from tests.ptx.alone import plan_alone
 from tests.ptx.compiled import inline_assembly
-from tests.ptx.mistakes import MISTAKES, Mistake, play_with
+from tests.ptx.machine import Options
+from tests.ptx.mistakes import MISTAKES
 from tests.ptx.scenarios import SCENARIOS, play
+from tests.support.ids import zipf_loads
+from tests.support.kernel_checks import require_same_plan
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.types import ExpertShape
 
 pytestmark = pytest.mark.interpreter
 
 
-SOME = [mistake for mistake in MISTAKES if mistake.name in (
-    "row posted without a release", "slot read without a proxy fence", "plan: no tickets",
-    "histogram without its barriers", "slots overwritten a layer early",
-)]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["two ranks", "relays"])
-def test_the_same_as_on_a_cpu_without_races(name: str) -> None:
-    outcome = play(SCENARIOS[name], SCENARIOS[name].options_of(1))
-    assert outcome.is_right, outcome
-    assert outcome.launches > 0
+@pytest.mark.parametrize("num_experts", [288, 504])
+def test_plans_for_72_ranks_are_those_of_a_cpu(num_experts: int) -> None:
+    """No power of two; with as many attempts as in a server."""
+    shape = ExpertShape(72, num_experts, 2)
+    loads = zipf_loads(shape, 0.9, 2, assignments=65536)
+    planned = plan_alone(torch.from_numpy(loads).int(), 2, Options(seed=1, resident=200), source=3)
+    require_same_plan(planned.found, plan_quota(loads, PlanContext.of(shape), 3))
+    assert planned.findings == []
+    assert int((planned.found.slot_expert >= 0).sum()) > 20
 
 
 def test_there_are_enough_mistakes_of_every_kind() -> None:
@@ -43,8 +49,3 @@ def test_signals_are_tritons_own_where_it_has_them() -> None:
     assert play(scenario, scenario.options_of(1)).is_right
     orders = {"fence.acq_rel.sys", "fence.proxy.alias"}
     assert inline_assembly() == orders | {"trap", "nanosleep.u32", "mov.u32", "mov.u64"}
-
-
-@pytest.mark.parametrize("mistake", SOME, ids=lambda mistake: mistake.name)
-def test_a_mistake_is_found(mistake: Mistake) -> None:
-    assert not all(play_with(mistake, seed).is_right for seed in range(1, 4))

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +76,7 @@ class Twins:
 
     def _new_balancer(self, rank: int) -> HostBalancer:
         setup = self._setup_of(rank)
-        setup = GroupSetup(setup.config, self._shape, setup.view, setup.location)
+        setup = replace(setup, shape=self._shape)
         masters = self._weights.of(rank, 0, self._shape.num_masters)
         sizes = [tensor.element_size() * tensor[0].numel() for tensor in masters]
         layers: list[Any] = [SimpleNamespace(bytes_per_expert=sum(sizes))] * self._num_layers

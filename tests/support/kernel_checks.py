@@ -10,22 +10,29 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FLAG_BYTES, HEADER_WIDTH
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    FLAG_BYTES,
+    HEADER_WIDTH,
+    POLICY,
+    SPEEDS,
+    TIME,
+    UNKNOWN,
+)
 from ultraep_kernels.device.count import Counted, count, new_count_buffers
 from ultraep_kernels.device.exchange import (
     Inboxes,
     exchange,
     inbox_bytes,
     new_epoch,
-    row_reference,
 )
 from ultraep_kernels.device.plan import DevicePlan, new_plan_buffers, plan
-from ultraep_kernels.device.reroute import places_of, reroute
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.count import count_reference
 from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
 from tests.support.bench import PATIENCE_NS, Bench
+from tests.support.reroute_alone import places_of, reroute
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Plan
@@ -37,6 +44,7 @@ __all__ = [
     "require_equal",
     "require_ok",
     "require_same_plan",
+    "row_reference",
 ]
 
 POSTED = 1 << 40  # an epoch that no check reaches
@@ -112,6 +120,30 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     require_equal(found, expected, "rows")
     require_ok(status)
     return microseconds
+
+
+def row_reference(
+    load: torch.Tensor, unknown: torch.Tensor, choice: torch.Tensor, has_load: bool
+) -> torch.Tensor:
+    """Torch twin of ``fill_row``: (W,) int32.
+
+    Args:
+        load: (E,) int32.
+        unknown: (1,) int32, ids that could not be counted.
+        choice: (3,) int32, ``contract.Choice`` of this rank.
+        has_load: whether the load follows the header; else the header has its checksum.
+    """
+    whole = (1 << 32) - 1
+    checksum = 0
+    for expert, number in enumerate(load.tolist()):
+        bits = (number * 0x9E3779B1 + expert * 0x85EBCA77) & whole
+        bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
+        checksum ^= bits ^ bits >> 13
+    header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
+    header[[POLICY, SPEEDS, TIME]] = choice.long()
+    header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
+    header = header.where(header < 1 << 31, header - (1 << 32)).int()
+    return torch.cat([header, load]) if has_load else header
 
 
 def require_same_plan(found: DevicePlan, expected: Plan) -> None:

@@ -4,6 +4,7 @@ Launches are recorded instead of made, on tensors in host memory, so nothing is 
 device would decide shows only where a test writes it.
 """
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,15 @@ from unittest import mock
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from ultraep_kernels.device.offline import Launch, recorded_launches
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from ultraep_kernels.device import launch as launch_module
 from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
+from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda import timing
@@ -36,9 +41,12 @@ __all__ = [
     "KINDS",
     "HostWork",
     "Streams",
+    "bound_as_on_a_gpu",
     "count_layers",
     "host_microseconds_per_layer",
     "launches_per_layer",
+    "leaves_of",
+    "prepared_launches",
     "recorded_balancer",
     "recorded_streams",
 ]
@@ -242,25 +250,96 @@ def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
 
 
 def host_microseconds_per_layer() -> dict[str, float]:
-    """Of every kind of layer but those of a batch that is off, apart from what a launch takes."""
+    """Of every kind of layer but those of a batch that is off, and of a launch that does nothing.
+
+    A batch's first and last layers, which have more to do, are apart from those between.
+
+    The driver is a function of C that does nothing, which is called as the driver's own is.
+    """
     ids, found = torch.zeros((TOKENS, TOP_K), dtype=torch.int32), dict[str, float]()
-    no_launches = mock.patch.object(triton.JITFunction, "run", _nothing)
     no_records = mock.patch.object(Records, "write", _nothing)  # of what nobody wrote
-    with no_launches, no_records:
+    nothing = ctypes.CDLL(None).pthread_equal  # of a configuration and 0
+    nothing.argtypes = [ctypes.c_void_p] * 4
+    with prepared_launches(nothing), no_records:
         balancer = recorded_balancer(FakeRecorder())
         for kind in ("balanced", "left_alone", "decode"):
             tokens = SMALL - 1 if kind == "decode" else TOKENS
             if kind == "left_alone":
                 let_device_say(balancer, Decision.BALANCED)
-            times = []
-            for _ in range(100):
+            of_batches = []
+            for _ in range(200):
+                of_layers = []
                 for layer in range(LAYERS):
                     began = time.perf_counter()
                     balancer.route(layer, ids, tokens)
                     balancer.computed()
-                    times.append(time.perf_counter() - began)
-            found[kind] = 1e6 * statistics.median(times)
-    return found
+                    of_layers.append(1e6 * (time.perf_counter() - began))
+                of_batches.append(of_layers)
+            first, *between, last = zip(*of_batches, strict=True)
+            found[kind] = statistics.median([each for layer in between for each in layer])
+            found[f"{kind}, first"], found[f"{kind}, last"] = map(statistics.median, (first, last))
+    times = []
+    for _ in range(1000):
+        began = time.perf_counter()
+        nothing(1, 0, 1, None)
+        times.append(time.perf_counter() - began)
+    return found | {"launch": 1e6 * statistics.median(times)}
+
+
+@contextmanager
+def prepared_launches(launched: Callable[..., int], more_parameters: int = 0) -> Iterator[None]:
+    """Inside, Triton launches nothing and says how; ``launched`` is called for the driver.
+
+    ``more_parameters`` of a kernel than are known.
+    """
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        num_warps, _ = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
+        arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        signature, values = bound_as_on_a_gpu(backend, function, arguments)
+        number = len(list(leaves_of(signature, values))) + 2 + more_parameters
+        return SimpleNamespace(
+            function=0,
+            metadata=SimpleNamespace(num_warps=num_warps, shared=0),
+            src=SimpleNamespace(signature=signature),
+            asm={"ptx": f".visible .entry kernel({'.param ' * number})"},
+        )
+
+    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
+    with (
+        mock.patch.object(triton.JITFunction, "run", run),
+        mock.patch.object(launch_module, "driver", SimpleNamespace(active=device)),
+        mock.patch.object(launch_module, "_launch_kernel", return_value=launched),
+    ):
+        yield
+
+
+def bound_as_on_a_gpu(
+    backend: Any, function: Any, arguments: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Types and values of a kernel's arguments by name, as Triton binds them."""
+    options = {"num_warps", "maxnreg"}
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    given = {name: value for name, value in arguments.items() if name not in options}
+    bound, specialised, _ = bind(**given)
+    fusion = {"enable_fp_fusion": False}
+    _, signature, _, _ = function._pack_args(backend, fusion, bound, specialised, None)
+    return {name: signature[name] for name in bound}, bound
+
+
+def leaves_of(signature: dict[str, Any], values: dict[str, Any]) -> Iterator[int]:
+    """What is passed when a kernel runs, in order, as words."""
+
+    def leaves(kind: Any, value: Any) -> Iterator[int]:
+        if isinstance(kind, tuple | list):
+            for pair in zip(kind, value, strict=True):
+                yield from leaves(*pair)
+        elif kind != "constexpr":
+            yield value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
+
+    for name, kind in signature.items():
+        yield from leaves(kind, values[name])
 
 
 def _nothing(*_: Any, **__: Any) -> None:

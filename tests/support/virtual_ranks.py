@@ -90,6 +90,7 @@ def make_ranks(
             chunks=torch.tensor(chunks, device=device),
             flag_addresses=_addresses(list(flags), device),
             max_chunks=len(chunks),
+            num_chunks=len(chunks),
         )
         for own in experts
     ]

@@ -1,25 +1,22 @@
-"""One attempt of the planner's search, by one program of one warp; all of its state in registers.
+"""One attempt of the planner's search, by one program of one warp.
 
-Twin: ``_attempt``, ``_relax`` and their helpers in ``host._plan_search``. Ranks and
-experts are numbered within the domain. Choices are taken by two reductions, the largest weight and
-then the lowest index that has it, because a warp reduces an int32 in one instruction.
+Twin: ``_attempt``, ``_relax`` and their helpers in ``host._plan_search``. Ranks and experts are
+numbered within the domain. What a step needs of every rank is in registers, a few of each lane;
+what is left on masters, and what slots compute, is in memory, where the lane that wrote a word is
+the one that reads it, or a barrier lies between. Choices are taken by two reductions, the largest
+weight and then the lowest index that has it, because a warp reduces an int32 in one instruction.
 """
 
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._plan_times import LONGEST, capacities, time_of
+from ultraep_kernels.device._plan_times import capacities, time_of
+from ultraep_kernels.device.reroute import every_32nd
 
-__all__ = ["attempt", "count_replicas", "relax", "valid_total"]
+__all__ = ["attempt", "count_replicas", "relax"]
 
-_NOBODY = tl.constexpr(1 << 30)  # larger than any rank, expert or load
-
-
-@triton.jit
-def valid_total(expert_load):
-    """Whether all loads are possible, and together few enough for what an attempt computes."""
-    total = tl.sum(expert_load.to(tl.int64), axis=0)
-    return (tl.min(expert_load, axis=0) >= 0) & (total <= LONGEST)
+_NOBODY = tl.constexpr(1 << 30)  # larger than any rank or expert
+_FITS = tl.constexpr((1 << 31) - 1)  # less any room, larger than any weighed one
 
 
 @triton.jit
@@ -40,13 +37,6 @@ def _at(values, indices, index):
 
 
 @triton.jit
-def _at_slot(values, slots, ranks, slot, rank):
-    """``values[slot, rank]`` as a scalar."""
-    here = (slots[:, None] == slot) & (ranks[None, :] == rank)
-    return tl.sum(tl.sum(tl.where(here, values, 0), axis=0), axis=0)
-
-
-@triton.jit
 def _pick_donor(room, ranks, seed, step):
     """The rank furthest above its capacity, _NOBODY if none is above."""
     over = _weigh(tl.maximum(-room, 0), seed, step, ranks)
@@ -57,22 +47,23 @@ def _pick_donor(room, ranks, seed, step):
 @triton.jit
 def attempt(
     threshold,  # a time
-    tight,
-    generous,
-    seed,
+    number,  # of the attempt; from LIMIT on it is thrifty
     speeds,  # (R,) int32
     rank_load,  # (R,) int32; ranks that do not exist have none
-    left,  # (E,) int32: assignments still on the master
+    left_ptr,  # (R * L,) int32: assignments still on the master; in and out
+    placed_ptr,  # (S, R, 2) int32, out: the second of each pair, what the slot computes
     num_ranks,  # of the domain
     SIZES: tl.constexpr,  # PlanSizes
 ):
-    """rank_load, left, held (S, R) experts or -1, and quotas (S, R) after one greedy pass."""
-    ranks = tl.arange(0, SIZES.block_ranks)
+    """rank_load, and held (S, R) experts or -1, after one greedy pass."""
+    ranks = every_32nd(SIZES.block_ranks)
     slots = tl.arange(0, SIZES.block_slots)
-    experts = tl.arange(0, SIZES.block_experts)
     masters = tl.arange(0, SIZES.block_masters)
+    is_master = masters < SIZES.num_masters
+    is_generous = number < SIZES.search.limit
+    is_tight = is_generous & (number % 2 == 0)
+    seed = tl.where(is_generous, number // 2, 0)
     held = tl.full((SIZES.block_slots, SIZES.block_ranks), -1, tl.int32)
-    quotas = tl.full((SIZES.block_slots, SIZES.block_ranks), 0, tl.int32)
     filled = tl.where(ranks < num_ranks, 0, SIZES.num_slots)
     step = seed * 0
     room = capacities(threshold, speeds) - rank_load
@@ -80,97 +71,86 @@ def attempt(
     while donor < _NOBODY:
         excess = -_at(room, ranks, donor)
         step += 1
-        # of the donor's experts only, which are far fewer than all
         first = donor * SIZES.num_masters
-        own = tl.gather(left, tl.minimum(first + masters, SIZES.block_experts - 1), axis=0)
-        weighed = _weigh(own, seed, step, first + masters)
-        weighed = tl.where(masters < SIZES.num_masters, weighed, -1)
+        own = tl.load(left_ptr + first + masters, mask=is_master, other=0)
+        weighed = tl.where(is_master, _weigh(own, seed, step, first + masters), -1)
         largest = tl.max(weighed, axis=0)
         chosen = tl.min(tl.where(weighed == largest, masters, _NOBODY), axis=0)
-        expert = first + chosen
 
-        holds = tl.max((held == expert).to(tl.int32), axis=0) > 0
+        holds = tl.max((held == first + chosen).to(tl.int32), axis=0) > 0
         is_open = (room > 0) & (filled < SIZES.num_slots) & (holds == 0)
-        fits = is_open & (room >= excess)
-        use_fit = tight & (tl.max(fits.to(tl.int32), axis=0) > 0)
-        emptiest = tl.where(is_open, _weigh(room, seed, step, ranks), 0)
-        score = tl.where(use_fit, tl.where(fits, _NOBODY - room, 0), emptiest)
+        fits = is_tight & (room >= excess)
+        score = tl.where(fits, _FITS - room, _weigh(room, seed, step, ranks))
+        score = tl.where(is_open, score, 0)
         best = tl.max(score, axis=0)
         found = best > 0
         target = tl.min(tl.where((score == best) & found, ranks, _NOBODY), axis=0)
 
+        is_target = ranks == target
         slot = _at(filled, ranks, target)
         amount = _at(room, ranks, target)
-        capped = (slot < SIZES.num_slots - 1) | (_at(filled, ranks, donor) == SIZES.num_slots)
-        capped = capped | (generous == 0)
-        amount = tl.where(capped, tl.minimum(amount, excess), amount)
+        fills = is_generous & (slot == SIZES.num_slots - 1)
+        fills = fills & (_at(filled, ranks, donor) < SIZES.num_slots)
+        amount = tl.where(fills, amount, tl.minimum(amount, excess))
         amount = tl.minimum(amount, _at(own, masters, chosen))
-        here = (slots[:, None] == slot) & (ranks[None, :] == target)
-        held = tl.where(here, expert, held)
-        quotas = tl.where(here, amount, quotas)
-        filled += (ranks == target).to(tl.int32)
-        left -= tl.where(experts == expert, amount, 0)
-        room -= tl.where(ranks == target, amount, 0)
-        room += tl.where(ranks == donor, amount, 0)
-        if found == 0:  # the donor keeps what it has
+        held = tl.where((slots == slot)[:, None] & is_target[None, :], first + chosen, held)
+        tl.store(left_ptr + first + masters, own - amount, mask=masters == chosen)
+        filled += is_target.to(tl.int32)
+        room += tl.where(is_target, -amount, tl.where(ranks == donor, amount, 0))
+        if found:
+            tl.store(placed_ptr + (slot * SIZES.domain_size + target) * 2 + 1, amount)
+        else:  # the donor keeps what it has
             rank_load = capacities(threshold, speeds) - room
             load, speed = _at(rank_load, ranks, donor), _at(speeds, ranks, donor)
             threshold = time_of(load, speed).to(tl.int32)
             room = capacities(threshold, speeds) - rank_load
         donor = _pick_donor(room, ranks, seed, step)
-    rank_load = capacities(threshold, speeds) - room
-    return rank_load, left, held, quotas
+    return capacities(threshold, speeds) - room, held
 
 
 @triton.jit
 def relax(
     speeds,
     rank_load,
-    left,
-    held,
-    quotas,
+    left_ptr,
+    placed_ptr,  # (S, R, 2) int32, in and out: expert in each slot, what it computes
     num_ranks,
     SIZES: tl.constexpr,
 ):
-    """Level each copy's rank with its master's in turn; ends after a sweep that moved nothing."""
-    ranks = tl.arange(0, SIZES.block_ranks)
-    slots = tl.arange(0, SIZES.block_slots)
-    experts = tl.arange(0, SIZES.block_experts)
-    exists = ranks < num_ranks
-    fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
-    is_even = tl.min(tl.where(exists, speeds, fastest), axis=0) == fastest
+    """rank_load after each copy's rank was levelled with its master's in turn, in several sweeps.
+
+    They end after one that moved nothing.
+    """
+    ranks = every_32nd(SIZES.block_ranks)
     moved = num_ranks
     sweep = num_ranks * 0
     while (sweep < SIZES.search.sweeps) & (moved > 0):
         sweep += 1
         moved = num_ranks * 0
         for place in range(0, num_ranks * SIZES.num_slots):
-            rank = place // SIZES.num_slots
-            slot = place % SIZES.num_slots
-            expert = _at_slot(held, slots, ranks, slot, rank)
+            rank, slot = place // SIZES.num_slots, place % SIZES.num_slots
+            here_ptr = placed_ptr + (slot * SIZES.domain_size + rank) * 2
+            expert = tl.load(here_ptr)
             if expert >= 0:
+                own, quota = tl.load(left_ptr + expert), tl.load(here_ptr + 1)
                 master = expert // SIZES.num_masters
-                here = (slots[:, None] == slot) & (ranks[None, :] == rank)
-                if is_even:
-                    apart = tl.where(ranks == master, rank_load, 0)
-                    apart -= tl.where(ranks == rank, rank_load, 0)
-                    surplus = tl.sum(apart, axis=0).to(tl.int64)
-                    most = (tl.abs(surplus) // 2).to(tl.int32)
-                else:
-                    sender, receiver = _at(speeds, ranks, master), _at(speeds, ranks, rank)
-                    surplus = _at(rank_load, ranks, master).to(tl.int64) * receiver
-                    surplus -= _at(rank_load, ranks, rank).to(tl.int64) * sender
-                    most = (tl.abs(surplus) // (sender + receiver)).to(tl.int32)
-                forth = tl.minimum(most, _at(left, experts, expert))
-                back = tl.minimum(most, _at_slot(quotas, slots, ranks, slot, rank))
-                amount = tl.where(surplus >= 0, forth, -back)
-                quotas += tl.where(here, amount, 0)
-                left -= tl.where(experts == expert, amount, 0)
+                load, speed = _at(rank_load, ranks, master), _at(speeds, ranks, master)
+                together = load + _at(rank_load, ranks, rank)
+                both = (speed + _at(speeds, ranks, rank)).to(tl.uint32)
+                # the master's part of both loads, rounded down
+                part = together.to(tl.uint32) % both * speed.to(tl.uint32)
+                level = together.to(tl.uint32) // both * speed.to(tl.uint32) + part // both
+                level = level.to(tl.int32)
+                forth = tl.minimum(load - level - (part % both != 0).to(tl.int32), own)
+                amount = tl.where(load > level, forth, -tl.minimum(level - load, quota))
+                tl.debug_barrier()  # all lanes have read
+                tl.store(here_ptr + 1, quota + amount)
+                tl.store(left_ptr + expert, own - amount)
+                tl.debug_barrier()
                 rank_load += tl.where(ranks == rank, amount, 0)
                 rank_load -= tl.where(ranks == master, amount, 0)
                 moved += tl.abs(amount)
-    held = tl.where(quotas == 0, -1, held)
-    return rank_load, held, quotas
+    return rank_load
 
 
 @triton.jit

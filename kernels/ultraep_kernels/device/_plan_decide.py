@@ -16,12 +16,12 @@ from ultraep_kernels.device._decisions import (
     POLICY_OFF,
     UNPROFITABLE,
 )
-from ultraep_kernels.device._plan_attempt import valid_total
-from ultraep_kernels.device._plan_times import LONGEST, busiest, least_time, speeds_of
+from ultraep_kernels.device._plan_times import LONGEST, least_time, speeds_of, time_of
 from ultraep_kernels.device._signals import peek, put
+from ultraep_kernels.device.reroute import every_32nd
 from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
 
-__all__ = ["NO_KEY", "is_reached", "rank_loads", "survey", "take_winners"]
+__all__ = ["NO_KEY", "is_reached", "survey", "take_winners"]
 
 NO_KEY = tl.constexpr((1 << 63) - 1)
 _QUOTA, _IDEAL = tl.constexpr(Policy.QUOTA.code), tl.constexpr(Policy.IDEAL.code)
@@ -33,45 +33,41 @@ _UNKNOWN = tl.constexpr(UNKNOWN)
 
 
 @triton.jit
-def rank_loads(
-    expert_load_ptr,
-    num_ranks,
-    SIZES: tl.constexpr,  # PlanSizes
-    BLOCK_RANKS: tl.constexpr,
-):
+def _rank_loads(expert_load_ptr, SIZES: tl.constexpr):
     """(R,) assignments per rank when every expert is computed by its master."""
-    ranks = tl.arange(0, BLOCK_RANKS)
-    rank_load = tl.full((BLOCK_RANKS,), 0, tl.int32)
+    ranks = tl.arange(0, SIZES.block_all_ranks)
+    rank_load = tl.full((SIZES.block_all_ranks,), 0, tl.int32)
     for start in range(0, SIZES.num_masters, SIZES.masters_at_once):
         masters = start + tl.arange(0, SIZES.masters_at_once)
-        mask = (masters < SIZES.num_masters)[:, None] & (ranks < num_ranks)[None, :]
+        mask = (masters < SIZES.num_masters)[:, None] & (ranks < SIZES.num_ranks)[None, :]
         offsets = ranks[None, :] * SIZES.num_masters + masters[:, None]
         rank_load += tl.sum(tl.load(expert_load_ptr + offsets, mask=mask, other=0), axis=0)
     return rank_load
 
 
 @triton.jit
-def _first_reached(row_ptr, SIZES: tl.constexpr):
+def _first_reached(row_ptr, goal, SIZES: tl.constexpr):
     """Whether a domain is at the goal once the first wave is over."""
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     numbers = tl.arange(0, SIZES.block_keys)
     keys = tl.load(row_ptr + numbers, mask=numbers < SIZES.search.first, other=NO_KEY)
-    least = tl.minimum(tl.min(keys, axis=0), tl.load(row_ptr + NUM_KEYS))
-    return least >> 32 <= tl.load(row_ptr + NUM_KEYS + 1)
+    identity = tl.load(row_ptr + SIZES.search.limit + SIZES.search.thrifty)
+    return tl.minimum(tl.min(keys, axis=0), identity) >> 32 <= goal
 
 
 @triton.jit
 def is_reached(attempts, SIZES: tl.constexpr):
     """Whether the first wave reached the goal in every domain, so that no second one is made."""
     NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
-    reached = _first_reached(attempts.keys, SIZES)
-    for domain in range(1, SIZES.num_domains):
-        reached = reached & _first_reached(attempts.keys + domain * (NUM_KEYS + 2), SIZES)
+    goal = tl.load(attempts.goal)
+    reached = goal >= 0
+    for domain in range(0, SIZES.num_domains):
+        row_ptr = attempts.keys + domain * (NUM_KEYS + 1)
+        reached = reached & _first_reached(row_ptr, goal, SIZES)
     return reached
 
 
 @triton.jit
-def _winner(row_ptr, SIZES: tl.constexpr):
+def _winner(row_ptr, goal, SIZES: tl.constexpr):
     """The attempt that the CPU's search, one after another, would have kept; -1 the identity."""
     FIRST: tl.constexpr = SIZES.search.first
     LIMIT: tl.constexpr = SIZES.search.limit
@@ -79,8 +75,7 @@ def _winner(row_ptr, SIZES: tl.constexpr):
     BLOCK_KEYS: tl.constexpr = SIZES.block_keys
     numbers = tl.arange(0, BLOCK_KEYS)
     identity = tl.load(row_ptr + LIMIT + THRIFTY)
-    goal = tl.load(row_ptr + LIMIT + THRIFTY + 1)
-    both = _first_reached(row_ptr, SIZES) == 0  # the second wave ran as well
+    both = _first_reached(row_ptr, goal, SIZES) == 0  # the second wave ran as well
     made = tl.where(both, LIMIT, FIRST)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
     reached = both & (keys >> 32 <= goal)  # the search ends with the first of these
@@ -122,46 +117,47 @@ def _saved(before, after, link, received, gate, NUM_MASTERS: tl.constexpr):
 
 @triton.jit
 def survey(
-    rows,  # None, or of every rank's row the header is read
-    speeds_ptr,  # (R,) int32, or None
-    gate,  # GateValues, or None
-    attempts,  # the goal is written
+    given,
+    attempts,  # ranks, the goal and the identity's keys are written
     found,  # as is the decision: PLANNED where a search is worth it
-    status_ptr,  # (1,) int32
     SIZES: tl.constexpr,
 ):
     """Everything that can be decided from loads alone."""
+    rows, gate, status_ptr = given.rows, given.gate, given.status
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    BLOCK_RANKS: tl.constexpr = SIZES.block_all_ranks
     GRAIN: tl.constexpr = SIZES.search.grain
     LIMIT: tl.constexpr = SIZES.search.limit  # 0: no attempt is made
     experts = tl.arange(0, SIZES.block_all_experts)
     is_expert = experts < NUM_RANKS * SIZES.num_masters
     expert_load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
-    rank_load = rank_loads(found.expert_load, NUM_RANKS, SIZES, BLOCK_RANKS)
-    speeds = speeds_of(speeds_ptr, 0, NUM_RANKS, SIZES, BLOCK_RANKS)
-    longest = busiest(rank_load, speeds)
+    ranks = every_32nd(SIZES.block_all_ranks)
+    exists = ranks < NUM_RANKS
+    rank_load = _rank_loads(found.expert_load, SIZES)
+    speeds = speeds_of(given.speeds, NUM_RANKS, SIZES.block_all_ranks)
+    tl.store(attempts.ranks + ranks * 2, rank_load, mask=exists)
+    tl.store(attempts.ranks + ranks * 2 + 1, speeds, mask=exists)
+    times = time_of(rank_load, speeds)
+    longest = tl.max(times, axis=0)
     before = tl.minimum(longest, LONGEST).to(tl.int32)
-    least = least_time(expert_load, speeds, SIZES)
-    if LIMIT > 0:
-        goal = least + (least + GRAIN // 2) // GRAIN
-        for domain in range(0, SIZES.num_domains):
-            tl.store(attempts.keys + (domain + 1) * (LIMIT + SIZES.search.thrifty + 2) - 1, goal)
+    least = longest * 0
+    for domain in range(0, SIZES.num_domains):
+        is_member = exists & (ranks // SIZES.domain_size == domain)
+        worst = tl.max(tl.where(is_member, times, 0), axis=0)
+        tl.store(attempts.keys + (domain + 1) * (LIMIT + SIZES.search.thrifty + 1) - 1, worst << 32)
+        least = tl.maximum(least, least_time(rank_load, tl.where(is_member, speeds, 0)))
+    tl.store(attempts.goal, least + (least + GRAIN // 2) // GRAIN)
     decision = before * 0 + PLANNED
     if gate is not None:
         one = before * 0 + 1
         hoped = _saved(before, least, one, one, gate, SIZES.num_masters)
         decision = tl.where((hoped > 0) & (LIMIT > 0), decision, UNPROFITABLE)
-        is_rank = tl.arange(0, BLOCK_RANKS) < NUM_RANKS
-        together = tl.sum(tl.where(is_rank, speeds, 0).to(tl.int64), axis=0)
-        total = tl.sum(expert_load.to(tl.int64), axis=0)
+        together = tl.sum(tl.where(exists, speeds, 0), axis=0).to(tl.int64)
+        total = tl.sum(rank_load, axis=0).to(tl.int64)
         whole = tl.maximum(total * _FULL, 1)  # what the busiest rank's time is compared with
         part = before * together
         over = (part % whole * _MILLION + whole - 1) // whole + part // whole * _MILLION
         decision = tl.where(over <= gate.max_imbalance, BALANCED, decision)
     if rows is not None:
-        ranks = tl.arange(0, BLOCK_RANKS)
-        exists = ranks < NUM_RANKS
         row_ptr = rows.table + ranks * rows.stride
         first = tl.load(rows.table + _CHECKSUM)
         unknown = tl.load(row_ptr + _UNKNOWN, mask=exists, other=0)
@@ -172,7 +168,8 @@ def survey(
         policy = tl.load(rows.table + _POLICY)
         decision = tl.where(policy == _IDEAL, FORCED, decision)
         decision = tl.where(inconsistent, INCONSISTENT, decision)
-    if (valid_total(expert_load) == 0) | (longest > LONGEST):
+    all_loads = tl.sum(expert_load.to(tl.int64), axis=0)
+    if (tl.min(expert_load, axis=0) < 0) | (all_loads > LONGEST) | (longest > LONGEST):
         tl.atomic_or(status_ptr, IMPOSSIBLE_LOADS)
         decision = before * 0 + INCONSISTENT
     if rows is not None:
@@ -182,32 +179,28 @@ def survey(
 
 @triton.jit
 def take_winners(
-    speeds_ptr,  # (R,) int32, or None
     gate,  # GateValues, or None
     attempts,  # the winners are written
     found,  # the decision is UNPROFITABLE where what was found does not pay
     SIZES: tl.constexpr,
 ):
     """After the search: the best attempt of every domain, where all of them together pay."""
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty  # without the last two
-    rank_load = rank_loads(found.expert_load, NUM_RANKS, SIZES, SIZES.block_all_ranks)
-    speeds = speeds_of(speeds_ptr, 0, NUM_RANKS, SIZES, SIZES.block_all_ranks)
-    before = busiest(rank_load, speeds).to(tl.int32)
-    after = before * 0
-    sent = before * 0
-    received = before * 0
+    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty  # without the identity's
+    goal = tl.load(attempts.goal)
+    after = goal.to(tl.int32) * 0
+    before, sent, received = after, after, after
     for domain in range(0, SIZES.num_domains):
-        row_ptr = attempts.keys + domain * (NUM_KEYS + 2)
-        winner = _winner(row_ptr, SIZES)
+        row_ptr = attempts.keys + domain * (NUM_KEYS + 1)
+        winner = _winner(row_ptr, goal, SIZES)
+        worst = (tl.load(row_ptr + NUM_KEYS) >> 32).to(tl.int32)
+        before = tl.maximum(before, worst)
         if winner >= 0:
             index = (domain * NUM_KEYS + winner) * 2
             after = tl.maximum(after, tl.load(attempts.reached + index))
             received = tl.maximum(received, tl.load(attempts.reached + index + 1))
             sent = tl.maximum(sent, _sent_of(tl.load(row_ptr + winner)).to(tl.int32))
         else:
-            worst = tl.load(row_ptr + NUM_KEYS) >> 32
-            after = tl.maximum(after, worst.to(tl.int32))
+            after = tl.maximum(after, worst)
         tl.store(attempts.winners + domain, winner)
     if gate is not None:
         link = tl.maximum(sent, received)

@@ -13,16 +13,11 @@ import triton.language as tl
 
 from ultraep_kernels.device._decisions import PLANNED, is_off
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
-from ultraep_kernels.device._plan_decide import (
-    NO_KEY,
-    is_reached,
-    rank_loads,
-    survey,
-    take_winners,
-)
-from ultraep_kernels.device._plan_times import busiest, speeds_of
+from ultraep_kernels.device._plan_decide import NO_KEY, is_reached, survey, take_winners
+from ultraep_kernels.device._plan_times import FULL, busiest
 from ultraep_kernels.device._signals import peek
 from ultraep_kernels.device._turns import arrive, await_arrivals
+from ultraep_kernels.device.reroute import every_32nd
 
 __all__ = ["await_decision", "search"]
 
@@ -43,10 +38,10 @@ def _add_up(
     is_expert = columns < SIZES.num_ranks * SIZES.num_masters
     mask = (ranks < SIZES.num_ranks)[:, None] & is_expert[None, :]
     offsets = ranks.to(tl.int64)[:, None] * loads.stride + columns[None, :]
-    values = tl.load(loads.table + offsets, mask=mask, other=0).to(tl.int64)
-    total = tl.sum(values, axis=0)
-    valid = (tl.min(values, axis=0) >= 0) & (total < (1 << 31))
-    load = tl.where(valid, total, -1).to(tl.int32)
+    values = tl.load(loads.table + offsets, mask=mask, other=0)
+    # below 2**13 there is no negative load, and the sum has 30 bits; more are impossible anyway
+    high = tl.sum((values.to(tl.uint32) >> 16).to(tl.int32), axis=0)
+    load = tl.where(high < (1 << 13), tl.sum(values, axis=0), -1)
     tl.store(expert_load_ptr + columns, load, mask=is_expert)
 
 
@@ -56,95 +51,80 @@ def _attempt(
     number,  # of the attempt; from LIMIT on it is thrifty
     is_second,  # whether it belongs to the second wave
     expert_load_ptr,
-    speeds_ptr,
     attempts,
     SIZES: tl.constexpr,
 ):
     NUM_MASTERS: tl.constexpr = SIZES.num_masters
     LIMIT: tl.constexpr = SIZES.search.limit
     THRIFTY: tl.constexpr = SIZES.search.thrifty
-    first_rank = domain * SIZES.domain_size
-    num_ranks = tl.minimum(SIZES.domain_size, SIZES.num_ranks - first_rank)
-    own_ptr = expert_load_ptr + first_rank * NUM_MASTERS
-    rank_load = rank_loads(own_ptr, num_ranks, SIZES, SIZES.block_ranks)
-    speeds = speeds_of(speeds_ptr, first_rank, num_ranks, SIZES, SIZES.block_ranks)
-    worst = busiest(rank_load, speeds)
-    row_ptr = attempts.keys + domain * (LIMIT + THRIFTY + 2)
-    goal = tl.load(row_ptr + LIMIT + THRIFTY + 1)
+    row_ptr = attempts.keys + domain * (LIMIT + THRIFTY + 1)
+    goal, identity = tl.load(attempts.goal), tl.load(row_ptr + LIMIT + THRIFTY)
     numbers = tl.arange(0, SIZES.block_keys)
     made = tl.where(is_second, SIZES.search.first, 0)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
-    best = tl.minimum(tl.min(keys, axis=0) >> 32, worst)  # the identity, in the first wave
-    needed = best > goal
+    best = tl.minimum(tl.min(keys, axis=0), identity) >> 32  # the identity, in the first wave
     gap = tl.where(is_second, tl.maximum(best - goal, 0), 0)
-    if number == 0:
-        tl.store(row_ptr + LIMIT + THRIFTY, worst << 32)
-    key = worst * 0 + NO_KEY
-    if needed:
+    key = identity * 0 + NO_KEY
+    if best > goal:
+        first_rank = domain * SIZES.domain_size
+        num_ranks = tl.minimum(SIZES.domain_size, SIZES.num_ranks - first_rank)
+        ranks, slots = every_32nd(SIZES.block_ranks), tl.arange(0, SIZES.block_slots)
+        rank_ptr = attempts.ranks + (first_rank + ranks) * 2
+        rank_load = tl.load(rank_ptr, mask=ranks < num_ranks, other=0)
+        speeds = tl.load(rank_ptr + 1, mask=ranks < num_ranks, other=FULL)
+        index = (domain * (LIMIT + THRIFTY) + number).to(tl.int64)
+        left_ptr = attempts.left + index * (SIZES.domain_size * NUM_MASTERS)
+        placed_ptr = attempts.placed + index * (SIZES.num_slots * SIZES.domain_size * 2)
         experts = tl.arange(0, SIZES.block_experts)
         mine = experts < num_ranks * NUM_MASTERS
-        left = tl.load(own_ptr + experts, mask=mine, other=0)
+        loads = tl.load(expert_load_ptr + first_rank * NUM_MASTERS + experts, mask=mine, other=0)
+        tl.store(left_ptr + experts, loads, mask=mine)
+        tl.debug_barrier()
         is_thrifty = number >= LIMIT
         near = (number - LIMIT) * goal // SIZES.search.grain
         above = tl.where(is_thrifty, near, gap * (number // 2 % 5) // 4)
         threshold = (goal + above).to(tl.int32)
-        enough = goal.to(tl.int32)
-        loads, left, held, quotas = attempt(
-            threshold,
-            (number % 2 == 0) & (number < LIMIT),
-            number < LIMIT,
-            tl.where(is_thrifty, 0, number // 2),
-            speeds,
-            rank_load,
-            left,
-            num_ranks,
-            SIZES,
+        rank_load, held = attempt(
+            threshold, number, speeds, rank_load, left_ptr, placed_ptr, num_ranks, SIZES
         )
-        time = busiest(loads, speeds).to(tl.int32)
-        if (time > enough) & (number < LIMIT):
-            loads, held, quotas = relax(speeds, loads, left, held, quotas, num_ranks, SIZES)
-            time = busiest(loads, speeds).to(tl.int32)
+        pair_ptr = placed_ptr + (slots[:, None] * SIZES.domain_size + ranks[None, :]) * 2
+        exists = (slots < SIZES.num_slots)[:, None] & (ranks < num_ranks)[None, :]
+        time = busiest(rank_load, speeds)
+        if (time > goal) & (number < LIMIT):
+            tl.store(pair_ptr, held, mask=exists)
+            tl.debug_barrier()
+            rank_load = relax(speeds, rank_load, left_ptr, placed_ptr, num_ranks, SIZES)
+            time = busiest(rank_load, speeds)
+            held = tl.where(tl.load(pair_ptr + 1, mask=exists, other=0) == 0, -1, held)
         sent, total = count_replicas(held, SIZES)
-        key = (tl.maximum(time, enough).to(tl.int64) << 32) | (sent.to(tl.int64) << 16) | total
+        key = (tl.maximum(time, goal) << 32) | (sent.to(tl.int64) << 16) | total
         key = tl.where(is_thrifty & (time > threshold), NO_KEY, key)
         received = tl.max(tl.sum((held >= 0).to(tl.int32), axis=0), axis=0)
-        index = (domain * (LIMIT + THRIFTY) + number) * 2
-        tl.store(attempts.reached + index, time)
-        tl.store(attempts.reached + index + 1, received)
-        ranks = tl.arange(0, SIZES.block_ranks)
-        slots = tl.arange(0, SIZES.block_slots)
-        mask = (slots < SIZES.num_slots)[:, None] & (ranks < num_ranks)[None, :]
-        start = (domain * (LIMIT + THRIFTY) + number).to(tl.int64)
-        start *= SIZES.num_slots * SIZES.domain_size
-        offsets = start + slots[:, None] * SIZES.domain_size + ranks[None, :]
+        tl.store(attempts.reached + index * 2, time.to(tl.int32))
+        tl.store(attempts.reached + index * 2 + 1, received)
         held = tl.where(held >= 0, held + first_rank * NUM_MASTERS, -1)
-        tl.store(attempts.held + offsets, held, mask=mask)
-        tl.store(attempts.quotas + offsets, quotas, mask=mask)
+        tl.store(pair_ptr, held, mask=exists)
     tl.store(row_ptr + number, key)
 
 
 @triton.jit
 def search(
     turn,  # of this program, below ``num_sums`` and the number of attempts of all domains
-    loads,  # this and the next six as for ``plan_kernel``
-    rows,
-    speeds_ptr,
-    gate,
+    given,
+    begins,  # whether the layer is its batch's first
     attempts,
     found,
-    status_ptr,
-    begins,  # whether the layer is its batch's first
     SIZES: tl.constexpr,
 ):
-    """One program's part."""
+    """A program adds up loads, or makes an attempt; and what comes next, where it is the last."""
     turns_ptr = attempts.turns
     if turn < SIZES.num_sums:
         rests = is_off(found.decision, begins)
         if rests == 0:
-            _add_up(loads, found.expert_load, turn, SIZES)
+            _add_up(given.loads, found.expert_load, turn, SIZES)
         if arrive(turns_ptr + _SUMMED) == SIZES.num_sums - 1:
             if rests == 0:
-                survey(rows, speeds_ptr, gate, attempts, found, status_ptr, SIZES)
+                survey(given, attempts, found, SIZES)
             arrive(turns_ptr + _SURVEYED)
     elif SIZES.search.limit > 0:
         FIRST: tl.constexpr = SIZES.search.first
@@ -165,14 +145,14 @@ def search(
             if is_second:
                 await_arrivals(turns_ptr + _FIRST_WAVE, first_wave)
             number = tl.where(is_second, late, early)
-            _attempt(domain, number, is_second, found.expert_load, speeds_ptr, attempts, SIZES)
+            _attempt(domain, number, is_second, found.expert_load, attempts, SIZES)
             # where the first wave is enough, its last decides, and nobody waits for the second
             counter = tl.where(is_second, _ATTEMPTED, _FIRST_WAVE)
             size = tl.where(is_second, SIZES.num_domains * (LIMIT - FIRST), first_wave)
             if arrive(turns_ptr + counter) == size - 1:
                 is_enough = is_reached(attempts, SIZES) != is_second
                 if is_enough:
-                    take_winners(speeds_ptr, gate, attempts, found, SIZES)
+                    take_winners(given.gate, attempts, found, SIZES)
                     arrive(turns_ptr + _DECIDED)
 
 

@@ -60,12 +60,6 @@ class CountBuffers(NamedTuple):
         before = self.counted.before.new_empty((blocks_of(num_ids), self.total.numel()))
         return self._replace(counted=self.counted._replace(before=before))
 
-    def changed_by(self, topk_ids: torch.Tensor, num_ranks: int) -> dict[str, Any]:
-        """What ``Launches`` of a count take anew for other ids; R of the exchange, 0: none."""
-        num_sums = _num_sums(self.total.numel())
-        grid = (blocks_of(topk_ids.numel()) + num_sums + 2 * num_ranks,)
-        return {"grid": grid, **ids_of(topk_ids, self.counted)}
-
 
 class _Sizes(NamedTuple):
     """What the kernel is compiled for."""
@@ -119,7 +113,7 @@ def _add_up_columns(
 
 @triton.jit(
     do_not_specialize=["patience_ns", "begins", "num_ids"],
-    do_not_specialize_on_alignment=["ids_ptr"],  # an engine's
+    do_not_specialize_on_alignment=["ids_ptr", "before_ptr"],  # an engine's; of any batch
 )
 def _count_kernel(
     total_ptr,  # (E + 1,) int32, out
@@ -176,18 +170,13 @@ def blocks_of(num_ids: int) -> int:
 
 
 def ids_of(topk_ids: torch.Tensor, counted: Counted) -> dict[str, Any]:
-    """What kernels are given of ids (T, K) that were counted.
+    """What kernels are given of ids (T, K) that are counted: what is not the same in every batch.
 
     By themselves, not in a tuple: Triton makes a kernel anew for a number that is 1 or a multiple
     of 16, as for an address, wherever it stands in a tuple, and ids come in any number.
     """
-    ids = topk_ids.reshape(-1)
+    ids = topk_ids.contiguous()
     return {"ids_ptr": ids, "before_ptr": counted.before, "num_ids": ids.numel()}
-
-
-def _num_sums(num_columns: int) -> int:
-    """Programs of the running sum."""
-    return -(-num_columns // _BLOCK_COLUMNS)
 
 
 def new_count_buffers(
@@ -228,7 +217,7 @@ def count(
     rows: torch.Tensor | None = None,
     patience_ns: int = 0,
 ) -> Counted:
-    """Load per logical expert; twin ``host.count.count``, of the row ``exchange.row_reference``.
+    """Load per logical expert; twin ``host.count.count``.
 
     Args:
         topk_ids: (T, K) int32 or int64 on the device, -1 is padding and never counts. T may be 0.
@@ -252,18 +241,18 @@ def count(
     power = 1 << (num_logical_experts - 1).bit_length()  # triton's own functions are slow
     width, num_ranks = own.counted.row.numel(), 0 if inboxes is None else inboxes.addresses.numel()
     assert inboxes is None or (choice is not None and rows is not None), "nothing to exchange"
-    changed = own.changed_by(topk_ids, num_ranks)
+    num_sums = -(-(num_logical_experts + 1) // _BLOCK_COLUMNS)
     sizes = _Sizes(
         num_experts=num_logical_experts,
         num_bins=power,
-        num_sums=_num_sums(num_logical_experts + 1),
+        num_sums=num_sums,
         block_experts=max(32, power),
         has_load=width > HEADER_WIDTH,
         rows=row_sizes(num_ranks, width),
     )
     launch(
         _count_kernel,
-        changed.pop("grid"),
+        (blocks_of(topk_ids.numel()) + num_sums + 2 * num_ranks,),
         own.total,
         own.counted.row,
         own.turns,
@@ -273,7 +262,7 @@ def count(
         rows,
         patience_ns,
         int(begins),
-        **changed,
+        **ids_of(topk_ids, own.counted),
         SIZES=sizes,
         num_warps=4,
     )

@@ -46,7 +46,6 @@ __all__ = [
     "fill_row",
     "inbox_bytes",
     "new_epoch",
-    "row_reference",
     "row_sizes",
 ]
 
@@ -185,27 +184,3 @@ def fill_row(
     header = tl.where(columns == _SPEEDS, tl.load(choice_ptr + 1), header)
     header = tl.where(columns == _TIME, tl.load(choice_ptr + 2), header)
     tl.store(row_ptr + columns, header)
-
-
-def row_reference(
-    load: torch.Tensor, unknown: torch.Tensor, choice: torch.Tensor, has_load: bool
-) -> torch.Tensor:
-    """Torch twin of ``fill_row``: (W,) int32.
-
-    Args:
-        load: (E,) int32.
-        unknown: (1,) int32, ids that could not be counted.
-        choice: (3,) int32, ``contract.Choice`` of this rank.
-        has_load: whether the load follows the header; else the header has its checksum.
-    """
-    whole = (1 << 32) - 1
-    checksum = 0
-    for expert, count in enumerate(load.tolist()):
-        bits = (count * 0x9E3779B1 + expert * 0x85EBCA77) & whole
-        bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
-        checksum ^= bits ^ bits >> 13
-    header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
-    header[[POLICY, SPEEDS, TIME]] = choice.long()
-    header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
-    header = header.where(header < 1 << 31, header - (1 << 32)).int()
-    return torch.cat([header, load]) if has_load else header

@@ -1,20 +1,27 @@
 """How kernels are launched, and launched again.
 
-What a launcher works out on the host, it works out anew for every layer of every batch, though
-buffers, sizes and constants are the same each time. ``Launches`` remember them, and what Triton
-made of them: it would look at every argument's type anew, and ask the driver about every tensor.
+What a launcher and Triton work out on the host, they work out anew for every launch: sizes and
+constants, the type of every argument, of every tensor whether it lies on the device. Of a layer all
+of it stays the same but the ids, their number, and where physical ones go. ``Launches`` remember
+the rest as the driver takes it: the function, and a word for each parameter.
 """
 
+import ctypes
+import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
+from triton.runtime import driver
 
 __all__ = ["Launches", "launch"]
 
 _Grid: TypeAlias = tuple[int, ...]
-_ALIGNMENT = 16  # of addresses and integers, by which Triton tells kernels apart
+_PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
+_SCRATCH = 2  # parameters that Triton adds; memory that no kernel here needs
 
 
 class _Recording(threading.local):
@@ -29,48 +36,93 @@ _recording = _Recording()
 class _Launch:
     """A launch that was made, to be made again with other values for some arguments."""
 
-    def __init__(
-        self,
-        kernel: Any,
-        grid: _Grid,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-        compiled: Any,
-    ) -> None:
+    def __init__(self, kernel: Any, grid: int, given: dict[str, Any], compiled: Any) -> None:
         """``compiled`` is what the launch returned, None under the interpreter."""
-        self._kernel, self._grid = kernel, grid
-        self._given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-        self._places = {name: place for place, name in enumerate(kernel.arg_names)}
-        self._compiled = compiled  # for the arguments of this launch
-        self._ready: dict[Any, tuple[Any, list[Any]]] = {}  # by the kinds of what changed
+        self._kernel, self._grid, self._given = kernel, grid, given
+        self._prepared = None if compiled is None else _Prepared.of(kernel, given, compiled)
 
-    def settle(self, changed: Mapping[str, object]) -> None:
-        """Take ``changed`` by name for what may change."""
-        first = {name: self._given.pop(name) for name in changed}  # which are not kept
-        self._keep(self._compiled, first)
-        self._compiled = None
-
-    def again(self, grid: _Grid | None, changed: Mapping[str, object]) -> None:
-        """Launch with the arguments that are given, and all others as before."""
-        grid = grid or self._grid
-        ready = self._ready.get(_kinds_of(changed))
-        if ready is None:
-            self._keep(self._kernel[grid](**{**self._given, **changed}), changed)
-            return
-        compiled, values = ready
-        values = values.copy()
-        for name, value in changed.items():
-            values[self._places[name]] = _raw(value)
-        compiled[(*grid, 1, 1)[:3]](*values)
-
-    def _keep(self, compiled: Any, changed: Mapping[str, object]) -> None:
-        if compiled is None:
-            return
-        given, parameters = {**self._given, **changed}, self._kernel.signature.parameters
-        values = [given.get(name, parameters[name].default) for name in self._places]
+    def forget(self, blocks: int, changed: Mapping[str, object]) -> None:
+        """Keep nothing of what is to be given anew."""
+        self._grid -= blocks
         for name in changed:
-            values[self._places[name]] = None
-        self._ready[_kinds_of(changed)] = compiled, [_raw(value) for value in values]
+            del self._given[name]
+
+    def again(self, blocks: int, changed: Mapping[str, Any]) -> None:
+        """Launch with the arguments that are given, and all others as before."""
+        if self._prepared is None:
+            self._kernel[(self._grid + blocks,)](**self._given, **changed)
+        else:
+            self._prepared.launch(self._grid + blocks, changed)
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig`` of the driver."""
+
+    _fields_ = [
+        *[(f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"],
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class _Prepared:
+    """A kernel's function and parameters as the driver takes them."""
+
+    def __init__(self, compiled: Any, words: list[int], places: dict[str, int]) -> None:
+        threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+        self._config = _Config(1, 1, 1, threads, 1, 1, shared)
+        self._function, self._places = compiled.function, places
+        self._words = (ctypes.c_uint64 * len(words))(*words)
+        first, size = ctypes.addressof(self._words), ctypes.sizeof(ctypes.c_uint64)
+        addresses = (first + size * number for number in range(len(words)))
+        self._parameters = (ctypes.c_void_p * len(words))(*addresses)
+        self._given = ctypes.addressof(self._config), ctypes.addressof(self._parameters)
+        self._device, self._launch = driver.active.get_current_device(), _launch_kernel()
+        self._stream_of = driver.active.get_current_stream
+
+    @classmethod
+    def of(cls, kernel: Any, given: Mapping[str, Any], compiled: Any) -> "_Prepared | None":
+        """None where Triton passes anything that is not known here, as its sanitizer does."""
+        words: list[int] = []
+        places: dict[str, int] = {}
+        for name, kind in compiled.src.signature.items():
+            places[name] = len(words)
+            words += _words(kind, given.get(name, kernel.signature.parameters[name].default))
+        words += [0] * _SCRATCH
+        found = _PARAMETERS.search(compiled.asm["ptx"])
+        is_known = found is not None and found[1].count(".param") == len(words)
+        return cls(compiled, words, places) if is_known else None
+
+    def launch(self, grid: int, changed: Mapping[str, Any]) -> None:
+        """In the current stream. RuntimeError: what the driver says."""
+        words, places = self._words, self._places
+        for name, value in changed.items():
+            words[places[name]] = value if isinstance(value, int) else value.data_ptr()
+        config, parameters = self._given
+        self._config.grid_x, self._config.stream = grid, self._stream_of(self._device)
+        error = self._launch(config, self._function, parameters, None)
+        if error:
+            raise RuntimeError(f"CUDA error {error} at a launch")
+
+
+def _words(kind: Any, value: Any) -> Iterator[int]:
+    """Parameters that an argument of Triton's type ``kind`` has."""
+    if isinstance(kind, tuple):
+        for part in zip(kind, value, strict=True):
+            yield from _words(*part)
+    elif kind != "constexpr":
+        word = value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
+        yield word & (1 << 64) - 1
+
+
+@cache
+def _launch_kernel() -> Any:
+    """``cuLaunchKernelEx`` of the driver."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return function
 
 
 class Launches:
@@ -80,12 +132,17 @@ class Launches:
         self._made: list[_Launch] | None = None
 
     def make(
-        self, action: Callable[[], object], grid: _Grid | None = None, **changed: object
+        self,
+        action: Callable[[], object],
+        blocks: int = 0,
+        changed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Do ``action``, or, if it was done before, only launch again what it launched then.
 
-        Again with another ``grid`` and with those arguments that were given by name ``changed``,
-        where they are not the same each time. Launches are made in the stream that is current.
+        Again with the arguments that are named in ``changed``, where they are not the same each
+        time: tensors of the same types, and numbers below 2**31, of no value that a kernel is
+        compiled for; and with as many programs more or fewer as there are ``blocks`` of ids.
+        Launches are made in the current stream.
         """
         if self._made is None:
             made: list[_Launch] = []
@@ -95,37 +152,16 @@ class Launches:
             finally:
                 _recording.made = None
             for each in made:
-                each.settle(changed)
+                each.forget(blocks, changed)
             self._made = made
         else:
             for each in self._made:
-                each.again(grid, changed)
-
-
-def _kinds_of(changed: Mapping[str, object]) -> tuple[object, ...]:
-    """What of these values Triton compiles a kernel for."""
-    return tuple(map(_kind_of, changed.values()))
-
-
-def _kind_of(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNMENT == 0
-    if isinstance(value, int):
-        return value == 1, value % _ALIGNMENT == 0, value.bit_length() > 31
-    return value
-
-
-def _raw(value: Any) -> Any:
-    """``value`` with addresses for the tensors of the device, of which nobody asks the driver."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr() if value.is_cuda else value
-    if isinstance(value, tuple):
-        return tuple(map(_raw, value))
-    return value
+                each.again(blocks, changed)
 
 
 def launch(kernel: Any, grid: _Grid, *arguments: Any, **named: Any) -> None:
     """``kernel[grid](*arguments, **named)`` for a ``triton.jit`` kernel."""
     compiled = kernel[grid](*arguments, **named)
     if _recording.made is not None:
-        _recording.made.append(_Launch(kernel, grid, arguments, named, compiled))
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        _recording.made.append(_Launch(kernel, grid[0], given, compiled))

@@ -35,11 +35,9 @@ class Outcome:
 @triton.jit
 def store_outcome(
     decision,
-    loads,  # Rows: (R, E) integers
-    rows,  # of all ranks
-    source,  # whose row of the loads is its own
-    expert_load_ptr,  # (E,) int32
-    speeds_ptr,  # (R,) int32
+    given,
+    own_ptr,  # (E,) integers, assignments of the rank whose tokens were planned
+    found,
     held,  # (BLOCK,) int32: logical expert in each slot of each rank
     amount,  # (BLOCK,) int32: what it computes
     out_ptr,  # (2 + R + 2 * E + 2 * R * S,) int32
@@ -51,17 +49,16 @@ def store_outcome(
     NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     index = tl.arange(0, BLOCK)
     tl.store(out_ptr, decision)
-    tl.store(out_ptr + 1, tl.load(rows.table + _POLICY))
+    tl.store(out_ptr + 1, tl.load(given.rows.table + _POLICY))
     for start in range(0, NUM_RANKS, BLOCK):
         ranks = start + index
-        speeds = tl.load(speeds_ptr + ranks, mask=ranks < NUM_RANKS, other=0)
+        speeds = tl.load(given.speeds + ranks, mask=ranks < NUM_RANKS, other=0)
         tl.store(out_ptr + _HEAD_WIDTH + ranks, speeds, mask=ranks < NUM_RANKS)
     loads_ptr = out_ptr + _HEAD_WIDTH + NUM_RANKS
-    own_ptr = loads.table + source.to(tl.int64) * loads.stride
     for start in range(0, NUM_EXPERTS, BLOCK):
         experts = start + index
         is_expert = experts < NUM_EXPERTS
-        load = tl.load(expert_load_ptr + experts, mask=is_expert, other=0)
+        load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
         tl.store(loads_ptr + experts, load, mask=is_expert)
         own = tl.load(own_ptr + experts, mask=is_expert, other=0).to(tl.int32)
         tl.store(loads_ptr + NUM_EXPERTS + experts, own, mask=is_expert)

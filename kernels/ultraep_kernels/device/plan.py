@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ultraep_kernels.contract import MIN_FAN_OUT_SAVED, Search, search_of
-from ultraep_kernels.device._plan_kernel import COUNTERS, plan_kernel
+from ultraep_kernels.device._plan_kernel import COUNTERS, Given, plan_kernel
 from ultraep_kernels.device.count import Counted, blocks_of, ids_of
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends, least_saved, new_sends, relay_rule
@@ -30,7 +30,8 @@ __all__ = [
     "plan",
 ]
 
-_EXPERTS_SUMMED, _EXPERTS_WRITTEN = 32, 4  # by one program
+_EXPERTS_SUMMED = 8  # by one program
+_EXPERTS_WRITTEN = 8  # by one, in a layer that is expected to be left alone
 _MOST_REGISTERS = 192  # of a thread; left to itself the assembler keeps to 168, and spills
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
@@ -127,7 +128,6 @@ class PlanSizes(NamedTuple):
     block_slots: int
     block_keys: int
     experts_summed: int = _EXPERTS_SUMMED
-    experts_written: int = _EXPERTS_WRITTEN
     masters_at_once: int = 8  # of every rank, added up together
 
     @property
@@ -148,9 +148,11 @@ class PlanSizes(NamedTuple):
 class Attempts(NamedTuple):
     """What the attempts of every domain found; tensors on the device."""
 
-    keys: torch.Tensor  # (domains, attempts + 2) int64: of each, of the identity, the goal
-    held: torch.Tensor  # (domains, attempts, S, D) int32: logical experts in the slots
-    quotas: torch.Tensor  # (domains, attempts, S, D) int32: what each of them computes
+    ranks: torch.Tensor  # (R, 2) int32: assignments to its masters, speed
+    goal: torch.Tensor  # (1,) int64: a time
+    keys: torch.Tensor  # (domains, attempts + 1) int64: of each, of the identity
+    left: torch.Tensor  # (domains, attempts, D * L) int32: what masters still compute
+    placed: torch.Tensor  # (domains, attempts, S, D, 2) int32: logical expert, what it computes
     reached: torch.Tensor  # (domains, attempts, 2) int32: busiest rank's time, most replicas on one
     winners: torch.Tensor  # (domains,) int32: the attempt to take, -1 the identity
     turns: torch.Tensor  # (COUNTERS,) int32, zero between launches: turns, then arrivals
@@ -163,18 +165,6 @@ class PlanBuffers:
     sizes: PlanSizes
     found: DevicePlan
     attempts: Attempts
-
-    def changed_by(self, follow_up: FollowUp) -> dict[str, Any]:
-        """What ``Launches`` of a plan that is followed take anew for other ids."""
-        ids, copies = follow_up.ids, follow_up.copies
-        number = self.sizes.num_programs + blocks_of(ids.numel())
-        if copies:
-            number += sum(_programs_of(copies, self.sizes)) + max(1, self.sizes.all_slots)
-        return {
-            "grid": (number,),
-            "out_ptr": follow_up.physical,
-            **ids_of(ids, follow_up.counted),
-        }
 
 
 def new_plan_buffers(
@@ -218,7 +208,7 @@ def plan(
     """Plan one layer of one batch: the same slots and quotas on every rank, as on CPU.
 
     Args:
-        loads: int32 or int64 (R, E) on the device, rows may be apart; row r is what rank r's own
+        loads: int32 (R, E) on the device, rows may be apart; row r is what rank r's own
             tokens chose. E is a multiple of R.
         num_replica_slots: S, may be 0.
         source_rank: rank whose ``share`` is wanted.
@@ -259,17 +249,24 @@ def plan(
     if sender:
         epoch = own.found.sends.epoch if sender.epoch is None else sender.epoch
     places = num_ranks * sizes.all_slots
-    changed = own.changed_by(follow_up) if follow_up else {"grid": (sizes.num_programs,)}
+    if follow_up and follow_up.copies:
+        sizes = sizes._replace(num_finished=1 + -(-num_experts // _EXPERTS_WRITTEN))
+    number, follows = sizes.num_programs, dict[str, Any]()
+    if follow_up:
+        number += blocks_of(follow_up.ids.numel()) + _num_copying(follow_up.copies, sizes)
+        follows = _follows(follow_up, sizes)
     launch(
         plan_kernel,
-        changed.pop("grid"),
-        Rows(loads, loads.stride(0)),
-        None if rows is None else Rows(rows, rows.stride(0)),
-        speeds,
-        _values_of(gate) if gate else None,
+        (number,),
+        Given(
+            Rows(loads, loads.stride(0)),
+            None if rows is None else Rows(rows, rows.stride(0)),
+            speeds,
+            _values_of(gate) if gate else None,
+            status,
+        ),
         own.attempts,
         own.found,
-        status,
         outcome,
         int(begins or rows is None),
         source_rank,
@@ -285,8 +282,7 @@ def plan(
             sizes.domain_size,
         ),
         LEAVES_EARLY=buffers is not None,
-        **changed,
-        **(_follows(follow_up, sizes) if follow_up else {}),
+        **follows,
         num_warps=1,
         maxnreg=_MOST_REGISTERS,
     )
@@ -326,7 +322,7 @@ def _sizes_of(
         num_domains=-(-num_ranks // size),
         search=search,
         num_sums=-(-num_experts // _EXPERTS_SUMMED),
-        num_finished=1 + -(-num_experts // _EXPERTS_WRITTEN),
+        num_finished=1 + num_experts,
         block_all_experts=_block(num_experts),
         block_all_ranks=_block(num_ranks),
         block_experts=_block(size * masters),
@@ -352,36 +348,44 @@ def _empty_plan(sizes: PlanSizes, decision: torch.Tensor) -> DevicePlan:
 
 
 def _empty_attempts(sizes: PlanSizes, device: torch.device | str) -> Attempts:
-    domains, number = sizes.num_domains, sizes.num_attempts
-    held = torch.empty(
-        (domains, number, sizes.num_slots, sizes.domain_size), dtype=torch.int32, device=device
-    )
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    of_attempts, size = (sizes.num_domains, sizes.num_attempts), sizes.domain_size
     return Attempts(
-        keys=torch.empty((domains, number + 2), dtype=torch.int64, device=device),
-        held=held,
-        quotas=torch.empty_like(held),
-        reached=torch.empty((domains, number, 2), dtype=torch.int32, device=device),
-        winners=torch.full((domains,), -1, dtype=torch.int32, device=device),
-        turns=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
+        ranks=empty(sizes.num_ranks, 2),
+        goal=empty(1, dtype=torch.int64),
+        keys=empty(sizes.num_domains, sizes.num_attempts + 1, dtype=torch.int64),
+        left=empty(*of_attempts, size * sizes.num_masters),
+        placed=empty(*of_attempts, sizes.num_slots, size, 2),
+        reached=empty(*of_attempts, 2),
+        winners=empty(sizes.num_domains).fill_(-1),
+        turns=empty(COUNTERS).zero_(),
     )
 
 
 def _follows(follow_up: FollowUp, sizes: PlanSizes) -> dict[str, Any]:
-    """What ``reroute`` and ``stream`` are given, but for the plan and the ids."""
+    """What ``reroute`` and ``stream`` are given, but for the plan."""
     ranks, copies = sizes.num_ranks, follow_up.copies
     layout = ranks, sizes.num_masters, sizes.all_slots
     assigns = AssignSizes(*layout, search_steps=(ranks - 1).bit_length(), tile=_TILE_IDS)
+    ids = {"out_ptr": follow_up.physical, **ids_of(follow_up.ids, follow_up.counted)}
     if copies is None:
-        return {"ASSIGNS": assigns}
+        return {"ASSIGNS": assigns, **ids}
     programs = _programs_of(copies, sizes)
     return {
+        **ids,
         "tables": copies.tables,
         "reported_ptr": copies.reported,
-        "num_chunks": copies.tables.chunks.shape[0],
         "patience_ns": copies.patience_ns,
         "ASSIGNS": assigns,
         "STREAMS": StreamSizes(*layout, programs, block=_BLOCK_WORDS, block_flags=_BLOCK_FLAGS),
     }
+
+
+def _num_copying(copies: Copies | None, sizes: PlanSizes) -> int:
+    """Programs that send, forward and await experts."""
+    return sum(_programs_of(copies, sizes)) + max(1, sizes.all_slots) if copies else 0
 
 
 def _programs_of(copies: Copies, sizes: PlanSizes) -> Programs:

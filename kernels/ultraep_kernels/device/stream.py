@@ -15,7 +15,7 @@ numbered as they start, and wait only for programs before them, of any rank, so 
 matter how many run at the same time.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,6 +42,7 @@ __all__ = [
     "Programs",
     "StreamSizes",
     "StreamTables",
+    "Transfers",
     "follow_program",
     "receive",
     "stream",
@@ -66,6 +67,7 @@ class StreamTables(NamedTuple):
     chunks: torch.Tensor  # (C, 3): tensor index, offset and size in bytes
     flag_addresses: torch.Tensor  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
     max_chunks: int  # chunks of the largest layer
+    num_chunks: int  # C
 
 
 class Programs(NamedTuple):
@@ -85,6 +87,19 @@ class StreamSizes(NamedTuple):
     block: int = _BLOCK_WORDS  # of 4 bytes, per step of a copy
     block_flags: int = _FLAGS_PER_LOOK  # looked at together
     stops: bool = True  # whether a wait that was given up stops the device
+
+
+class Transfers(NamedTuple):
+    """What programs that copy experts, or await them, are given."""
+
+    sends: Any
+    slot_expert: Any  # (R, S) int32
+    tables: Any
+    rank: Any  # this one
+    epoch: Any
+    status: Any  # (1,) int32
+    reported: Any  # (1,) int32 of the host; None where no slot is awaited
+    patience_ns: Any
 
 
 @triton.jit
@@ -112,14 +127,7 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
 def _transfer(
     program,
     done,  # of its tasks, by a launch before
-    sends,
-    slot_expert_ptr,  # (R, S) int32
-    tables,
-    rank,
-    epoch,
-    status_ptr,  # (1,) int32
-    num_chunks,
-    patience_ns,
+    work,  # Transfers
     IS_RELAY: tl.constexpr,
     IS_LAST: tl.constexpr,  # else it leaves off where a chunk to forward does not come
     SIZES: tl.constexpr,
@@ -127,15 +135,15 @@ def _transfer(
     """Send, or forward, a program's share of the chunks; how many of them it is through with."""
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     STEP: tl.constexpr = SIZES.programs.relays if IS_RELAY else SIZES.programs.senders
-    max_chunks = tables.max_chunks
+    sends, tables, rank = work.sends, work.tables, work.rank
     row_ptr = sends.tasks + (SIZES.num_ranks * NUM_SLOTS + 1 if IS_RELAY else 0)
     num_sends = tl.load(row_ptr)
     goes_on = num_sends >= 0
-    while goes_on & (program + done * STEP < num_sends * num_chunks):
+    while goes_on & (program + done * STEP < num_sends * tables.num_chunks):
         task = program + done * STEP
         chunk = task // num_sends  # all targets proceed at the same pace
         place = tl.load(row_ptr + 1 + task % num_sends)
-        expert = tl.load(slot_expert_ptr + place)
+        expert = tl.load(work.slot_expert + place)
         tensor = tl.load(tables.chunks + chunk * 3)
         offset = tl.load(tables.chunks + chunk * 3 + 1)
         size = tl.load(tables.chunks + chunk * 3 + 2)
@@ -144,36 +152,33 @@ def _transfer(
         arrived = num_sends >= 0
         if IS_RELAY:
             own = tl.load(sends.parents + place) % NUM_SLOTS
-            flag = tl.load(tables.flag_addresses + rank) + (own * max_chunks + chunk) * 8
-            arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT if IS_LAST else 0)
+            flag = _flag_address(tables, rank, own, chunk)
+            bit: tl.constexpr = RELAY_TIMEOUT if IS_LAST else 0
+            arrived = wait(flag, work.epoch, work.patience_ns, work.status, bit)
             source = tl.load(tables.pool_addresses + rank) + region + own * stride
         else:
             own = expert - rank * SIZES.num_masters
             source = tl.load(tables.master_addresses + tensor) + own * stride
         if arrived:
-            peer = place // NUM_SLOTS
-            slot = place % NUM_SLOTS
+            peer, slot = place // NUM_SLOTS, place % NUM_SLOTS
             target = tl.load(tables.pool_addresses + peer) + region + slot * stride
             _copy(target + offset, source + offset, size, SIZES.block)
-            flags = tl.load(tables.flag_addresses + peer)
-            post(flags + (slot * max_chunks + chunk) * 8, epoch)
+            post(_flag_address(tables, peer, slot, chunk), work.epoch)
         goes_on = arrived | IS_LAST
         done += goes_on.to(tl.int32)
     return done
 
 
 @triton.jit
+def _flag_address(tables, rank, slot, chunk):
+    return tl.load(tables.flag_addresses + rank) + (slot * tables.max_chunks + chunk) * 8
+
+
+@triton.jit
 def _await_slot(
     slot,  # of this rank's
     is_planned,
-    slot_expert_ptr,
-    tables,
-    rank,
-    epoch,
-    status_ptr,
-    reported_ptr,  # (1,) int32 of the host
-    num_chunks,
-    patience_ns,
+    work,  # Transfers
     SIZES: tl.constexpr,
 ):
     """Return when every chunk of the slot is there, if it is filled.
@@ -182,30 +187,30 @@ def _await_slot(
     is not there, and send it to other ranks.
     """
     is_awaited = is_planned & (slot < SIZES.num_slots)
-    place = rank * SIZES.num_slots + slot
-    if tl.load(slot_expert_ptr + place, mask=is_awaited, other=-1) >= 0:
-        first = tl.load(tables.flag_addresses + rank) + slot * tables.max_chunks * 8
+    place = work.rank * SIZES.num_slots + slot
+    if tl.load(work.slot_expert + place, mask=is_awaited, other=-1) >= 0:
+        first = _flag_address(work.tables, work.rank, slot, 0)
         since = clock()
         looks = tl.full((), 0, tl.int32)
         over = looks < 0
-        for start in range(0, num_chunks, SIZES.block_flags):
+        for start in range(0, work.tables.num_chunks, SIZES.block_flags):
             chunks = start + tl.arange(0, SIZES.block_flags)
-            exists = chunks < num_chunks
+            exists = chunks < work.tables.num_chunks
             missing = looks * 0 + 1
             while (missing > 0) & (over == 0):
                 flags = read_flags(first + chunks * 8, exists, "relaxed")
-                missing = tl.max((exists & (flags < epoch)).to(tl.int32), axis=0)
+                missing = tl.max((exists & (flags < work.epoch)).to(tl.int32), axis=0)
                 if missing > 0:
                     looks += 1
-                    over = gives_up(since, looks, patience_ns, status_ptr)
+                    over = gives_up(since, looks, work.patience_ns, work.status)
             if missing > 0:
-                tl.atomic_or(status_ptr, SLOT_TIMEOUT, sem="relaxed")
+                tl.atomic_or(work.status, SLOT_TIMEOUT, sem="relaxed")
             read_flags(first + chunks * 8, exists, "acquire")
         tl.debug_barrier()
         fence_aliases()
-    status = peek(status_ptr)
+    status = peek(work.status)
     if (status & TIMEOUTS) != 0:
-        put(reported_ptr, status, "sys")  # as other slots' programs may
+        put(work.reported, status, "sys")  # as other slots' programs may
         if SIZES.stops:
             stop()
 
@@ -214,99 +219,31 @@ def _await_slot(
 def follow_program(
     program,  # of those that send, that forward, and of one for each own slot
     is_planned,
-    sends,
-    slot_expert_ptr,
-    tables,
-    rank,
-    epoch_ptr,  # (1,) int64
-    status_ptr,
-    reported_ptr,
-    num_chunks,
-    patience_ns,
+    work,  # Transfers
     SIZES: tl.constexpr,
 ):
     """One program's part where the launch that plans also sends, forwards and awaits."""
-    SENDERS: tl.constexpr = SIZES.programs.senders
-    RELAYS: tl.constexpr = SIZES.programs.relays
-    epoch = tl.load(epoch_ptr)
-    if program >= SENDERS + RELAYS:
-        _await_slot(
-            program - (SENDERS + RELAYS),
-            is_planned,
-            slot_expert_ptr,
-            tables,
-            rank,
-            epoch,
-            status_ptr,
-            reported_ptr,
-            num_chunks,
-            patience_ns,
-            SIZES,
-        )
+    COPYING: tl.constexpr = SIZES.programs.senders + SIZES.programs.relays
+    if program >= COPYING:
+        _await_slot(program - COPYING, is_planned, work, SIZES)
     elif is_planned:
-        _copy_part(
-            program,
-            sends,
-            slot_expert_ptr,
-            tables,
-            rank,
-            epoch,
-            status_ptr,
-            num_chunks,
-            patience_ns,
-            True,
-            SIZES,
-        )
+        _copy_part(program, work, True, SIZES)
 
 
 @triton.jit
 def _copy_part(
     program,  # of those that send and those that forward
-    sends,
-    slot_expert_ptr,
-    tables,
-    rank,
-    epoch,
-    status_ptr,
-    num_chunks,
-    patience_ns,
+    work,  # Transfers
     IS_LAST: tl.constexpr,
     SIZES: tl.constexpr,
 ):
     SENDERS: tl.constexpr = SIZES.programs.senders
     if program < SENDERS:
-        _transfer(
-            program,
-            program * 0,
-            sends,
-            slot_expert_ptr,
-            tables,
-            rank,
-            epoch,
-            status_ptr,
-            num_chunks,
-            patience_ns,
-            False,
-            True,
-            SIZES,
-        )
+        _transfer(program, program * 0, work, False, True, SIZES)
     elif SIZES.programs.relays > 0:
-        done = _transfer(
-            program - SENDERS,
-            program * 0,
-            sends,
-            slot_expert_ptr,
-            tables,
-            rank,
-            epoch,
-            status_ptr,
-            num_chunks,
-            patience_ns,
-            True,
-            IS_LAST,
-            SIZES,
-        )
-        tl.store(sends.forwarded + (program - SENDERS), done)
+        relay = program - SENDERS
+        done = _transfer(relay, program * 0, work, True, IS_LAST, SIZES)
+        tl.store(work.sends.forwarded + relay, done)
 
 
 @triton.jit
@@ -316,34 +253,17 @@ def _leave(turns_ptr):
         tl.store(turns_ptr + tl.arange(0, 2), tl.full((2,), 0, tl.int32))
 
 
-@triton.jit(do_not_specialize=["rank", "num_chunks"])
+@triton.jit(do_not_specialize=["rank"])
 def _stream_kernel(
-    sends,
-    slot_expert_ptr,
-    tables,
-    rank,
-    epoch_ptr,
-    status_ptr,
-    num_chunks,
-    SIZES: tl.constexpr,
+    sends, slot_expert_ptr, tables, rank, epoch_ptr, status_ptr, SIZES: tl.constexpr
 ):
-    _copy_part(
-        take_turn(sends.turns),
-        sends,
-        slot_expert_ptr,
-        tables,
-        rank,
-        tl.load(epoch_ptr),
-        status_ptr,
-        num_chunks,
-        _SOON_NS,
-        False,
-        SIZES,
-    )
+    program, epoch = take_turn(sends.turns), tl.load(epoch_ptr)
+    work = Transfers(sends, slot_expert_ptr, tables, rank, epoch, status_ptr, None, _SOON_NS)
+    _copy_part(program, work, False, SIZES)
     _leave(sends.turns)
 
 
-@triton.jit(do_not_specialize=["rank", "num_chunks", "patience_ns"])
+@triton.jit(do_not_specialize=["rank", "patience_ns"])
 def _receive_kernel(
     sends,
     slot_expert_ptr,
@@ -353,44 +273,18 @@ def _receive_kernel(
     status_ptr,
     decision_ptr,  # (1,) int32
     reported_ptr,
-    num_chunks,
     patience_ns: tl.int64,
     SIZES: tl.constexpr,
 ):
-    program = take_turn(sends.turns + 2)
-    epoch = tl.load(epoch_ptr)
+    program, epoch = take_turn(sends.turns + 2), tl.load(epoch_ptr)
+    waits = status_ptr, reported_ptr, patience_ns
+    work = Transfers(sends, slot_expert_ptr, tables, rank, epoch, *waits)
     is_planned = tl.load(decision_ptr) == PLANNED
     RELAYS: tl.constexpr = SIZES.programs.relays
     if program >= RELAYS:
-        _await_slot(
-            program - RELAYS,
-            is_planned,
-            slot_expert_ptr,
-            tables,
-            rank,
-            epoch,
-            status_ptr,
-            reported_ptr,
-            num_chunks,
-            patience_ns,
-            SIZES,
-        )
+        _await_slot(program - RELAYS, is_planned, work, SIZES)
     elif is_planned & (RELAYS > 0):
-        _transfer(
-            program,
-            tl.load(sends.forwarded + program),
-            sends,
-            slot_expert_ptr,
-            tables,
-            rank,
-            epoch,
-            status_ptr,
-            num_chunks,
-            patience_ns,
-            True,
-            True,
-            SIZES,
-        )
+        _transfer(program, tl.load(sends.forwarded + program), work, True, True, SIZES)
     _leave(sends.turns + 2)
 
 
@@ -426,7 +320,6 @@ def stream(
         rank,
         epoch,
         status,
-        tables.chunks.shape[0],
         SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
         num_warps=_NUM_WARPS,
         maxnreg=_MOST_RELAYING if programs.relays else _MOST_REGISTERS,
@@ -471,7 +364,6 @@ def receive(
         status,
         decision,
         reported,
-        tables.chunks.shape[0],
         patience_ns,
         SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs, stops=stops),
         num_warps=_NUM_WARPS,

@@ -6,15 +6,23 @@ learns later, from copies of the outcome that are done by then (``recording``).
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
-from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
+from ultraep_kernels.device.count import (
+    CountBuffers,
+    blocks_of,
+    count,
+    ids_of,
+    new_count_buffers,
+)
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.outcome import outcome_width
@@ -153,7 +161,9 @@ class DeviceBalancer:
         numbers = range(shape.num_micro_batches)
         self._plans = [self._new_plan_buffers(number) for number in numbers]
         self._arriving = [Arrival(side_stream(device)) for _ in numbers]
-        self._steps: dict[tuple[int, PendingLayer | None, int, bool], _Steps] = {}
+        self._steps: dict[tuple[int, PendingLayer | None, int, bool, torch.dtype], _Steps] = {}
+        self._sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
+        self._identities: defaultdict[tuple[torch.dtype, int], Launches] = defaultdict(Launches)
         self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
         self._waited = 0  # times
         expert_bytes = [layer.bytes_per_expert for layer in layers]
@@ -200,10 +210,8 @@ class DeviceBalancer:
             self._batch += not capturing
             self._has_begun = False
             self._choice.write()
-        if not capturing:
-            if begins:
-                self._pending.begin()
-            self._record_what_is_done()
+        if begins and not capturing:
+            self._pending.begin()
         if batch_tokens < self._config.min_batch_tokens:
             if begins and not capturing:
                 self._pending.skip(Decision.SMALL)
@@ -243,8 +251,8 @@ class DeviceBalancer:
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Send each assignment to its master, (T, K) as given; padding and unknown ids give -1."""
-        shape = self._shape
-        return identity(topk_ids, shape.num_logical_experts, shape.num_masters, shape.num_slots)
+        launches = self._identities[topk_ids.dtype, get_ident()]  # micro-batches have threads
+        return identity(topk_ids, *self._sizes, launches)
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
@@ -276,21 +284,28 @@ class DeviceBalancer:
         begins: bool,
     ) -> torch.Tensor:
         watch: StageTimer = pending or Untimed()
-        steps = self._steps_of(layer, pending, micro_batch, begins)
-        found = self._plans[micro_batch].found
-        counted = self._count_and_exchange(topk_ids, steps, begins)
+        steps = self._steps_of(layer, pending, micro_batch, begins, topk_ids.dtype)
+        found, number = self._plans[micro_batch].found, topk_ids.numel()
+        buffers, blocks = self._buffers_of(number), blocks_of(number)
+        ids = ids_of(topk_ids, buffers.counted)
+        steps.count.make(lambda: self._count(topk_ids, buffers, begins), blocks, ids)
+        self._gathered = self._fabric.gather(buffers.counted.row, self._rows)
+        if begins:  # the speeds of a new batch follow from the rows
+            steps.choose.make(self._choose_speeds)
         watch.lap(Stage.EXCHANGE)
         physical = new_physical(topk_ids)
         left_alone = self._leaves_alone(layer, micro_batch)
-        copies = self._fabric.copies(self._tables[layer]) if left_alone else None
-        follow_up = FollowUp(topk_ids, counted, physical, copies)
-        changed = self._plans[micro_batch].changed_by(follow_up)
         step = steps.plan_and_copy if left_alone else steps.plan
-        step.make(lambda: self._plan(pending, micro_batch, begins, follow_up), **changed)
+
+        def plan_layer() -> None:
+            copies = self._fabric.copies(self._tables[layer]) if left_alone else None
+            follow_up = FollowUp(topk_ids, buffers.counted, physical, copies)
+            self._plan(pending, micro_batch, begins, follow_up)
+
+        step.make(plan_layer, blocks, {"out_ptr": physical, **ids})
         watch.lap(Stage.PLAN)
-        if left_alone:
-            return self._forced(topk_ids, physical, found)
-        self._send(layer, steps, found, self._arriving[micro_batch])
+        if not left_alone:
+            self._send(layer, steps, found, self._arriving[micro_batch])
         return self._forced(topk_ids, physical, found)
 
     def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: Arrival) -> None:
@@ -337,7 +352,12 @@ class DeviceBalancer:
         return self._expected.rests or (layer, micro_batch) in self._expected.left_alone
 
     def _steps_of(
-        self, layer: int, pending: PendingLayer | None, micro_batch: int, begins: bool
+        self,
+        layer: int,
+        pending: PendingLayer | None,
+        micro_batch: int,
+        begins: bool,
+        dtype: torch.dtype,
     ) -> "_Steps":
         """Return the launches of an earlier batch with the same arguments, to be repeated.
 
@@ -345,26 +365,21 @@ class DeviceBalancer:
         """
         if self._fabric.has_several_domains:
             return _Steps()
-        key = layer, pending, micro_batch, begins
+        key = layer, pending, micro_batch, begins, dtype
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = _Steps()
         return steps
 
-    def _count_and_exchange(self, topk_ids: torch.Tensor, steps: "_Steps", begins: bool) -> Counted:
-        """Count ids and exchange loads; the speeds of a new batch follow from the rows."""
-        size = 1 << max(0, topk_ids.numel() - 1).bit_length()
+    def _buffers_of(self, number: int) -> CountBuffers:
+        """For so many ids. A graph that is captured would own new ones, and set them to 0 anew."""
+        size = 1 << max(0, number - 1).bit_length()
         buffers = self._counts_of.get(size)
         if buffers is None:
-            if is_capturing(self._device):  # a graph would own them, and set them to 0 in a replay
+            if is_capturing(self._device):
                 raise ConfigError(f"route {size} ids once before a CUDA graph of it is captured")
             buffers = self._counts_of[size] = self._counts.holding(size)
-        changed = buffers.changed_by(topk_ids, len(self._fabric.domain))
-        steps.count.make(lambda: self._count(topk_ids, buffers, begins), **changed)
-        self._gathered = self._fabric.gather(buffers.counted.row, self._rows)
-        if begins:
-            steps.choose.make(self._choose_speeds)
-        return buffers.counted
+        return buffers
 
     def _count(self, topk_ids: torch.Tensor, buffers: CountBuffers, begins: bool) -> None:
         count(

@@ -27,15 +27,16 @@ class OwnChoice:
         # The host writes its choice whenever it likes; the device takes it where a batch begins.
         self.on_device = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
         self.asked = host_words(len(Choice._fields), device)
+        self._words = self.asked.numpy()
 
     def write(self) -> None:
         """Write down what holds now."""
         time = min(self._own_time.picoseconds, _LARGEST)
         if self._policies is None:
-            self.asked[:] = torch.tensor(Choice(time=time))
+            self._words[:] = Choice(time=time)
             return
         policy = self._policies.policy
-        self.asked[:] = torch.tensor(Choice(policy.code, self._policies.speeds.code, time))
+        self._words[:] = Choice(policy.code, self._policies.speeds.code, time)
 
     def send(self) -> None:
         """Copy to the device, in stream order, what is written down by then."""

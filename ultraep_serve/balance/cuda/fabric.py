@@ -114,6 +114,7 @@ class DeviceFabric:
         # the status of a wait that was given up, which a kernel writes; to be looked at at any time
         self._seen = 0
         self.reported = host_words(1, driver.device)
+        self._reported = self.reported.numpy().data  # the same memory, which is looked at sooner
         self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
@@ -139,6 +140,7 @@ class DeviceFabric:
             chunks=torch.from_numpy(layer.chunks).to(self._driver.device),
             flag_addresses=self._flags,
             max_chunks=self.limits.max_chunks,
+            num_chunks=layer.chunks.shape[0],
         )
 
     @property
@@ -234,7 +236,7 @@ class DeviceFabric:
         Without ``look`` only if the last call with it raised.
         """
         if look:
-            self._seen = int(self.reported[0])
+            self._seen = self._reported[0]
         self._require_ok(self._seen)
 
     def require_peers(self) -> None:
@@ -255,7 +257,7 @@ class DeviceFabric:
     @property
     def lost_peers(self) -> str:
         """Which wait a kernel has said was given up; empty where none was. At any time."""
-        return self._reason(int(self.reported[0]))
+        return self._reason(self._reported[0])
 
     def _require_ok(self, status: int) -> None:
         if status and (reason := self._reason(status)):
