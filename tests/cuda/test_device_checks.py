@@ -189,11 +189,3 @@ def test_a_part_that_hangs_is_killed_with_all_it_started(apart: ModuleType, tmp_
             return
         time.sleep(0.1)
     pytest.fail("its child still runs")
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [("true", ""), ("exit 3", "ended with 3"), ("kill -SEGV $$", "died of SIGSEGV")],
-)
-def test_how_a_part_ended_is_said(apart: ModuleType, command: str, error: str) -> None:
-    assert apart.run_apart(["sh", "-c", command], 60.0) == error
