@@ -73,7 +73,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         for batch in range(2):
             for layer in range(LAYERS):
                 ids = skewed(rank if view is TokenView.OWN else 0)
-                physical = joined.route(layer, ids, Batch(100, 90))
+                physical = joined.route(layer, ids, Batch(100))
                 assert torch.equal(physical < 0, ids < 0)
                 joined.computed()
             loading = {600_000_000_000}  # while the engine compiles
