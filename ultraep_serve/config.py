@@ -63,8 +63,8 @@ class SidecarSettings(Settings):
         ge=0,
         le=65535,
         description="its port; 0: a free one "
-        f"(default: the server's + {SIDECAR_DISTANCE}; {_VLLM_PORT + SIDECAR_DISTANCE} without a "
-        "launcher)",
+        f"(default: the server's + {SIDECAR_DISTANCE}; {_VLLM_PORT + SIDECAR_DISTANCE} where the "
+        "server's is not known)",
     )
     allowed_hosts: str = Field(
         default="",
@@ -152,13 +152,13 @@ class BalanceConfig(Settings):
     sidecar: SidecarSettings | None = Field(
         default=None,
         description="settings of a sidecar that the primary rank of each host starts (default: "
-        "none; the launcher starts one itself)",
+        "none; `ultraep-serve` asks for one)",
         json_schema_extra={"flag": False},
     )
     run_dir: str = Field(
         default="",
-        description="directory in shared memory where ranks, sidecar and launcher find each other "
-        "(default: ranks make one; the launcher gives them its own)",
+        description="directory in shared memory where ranks and sidecar find each other "
+        "(default: ranks make one)",
         json_schema_extra={"flag": False},
     )
 

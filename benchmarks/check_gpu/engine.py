@@ -32,7 +32,6 @@ from tests.support.ways_to_start import ENVIRONMENT, SETTINGS, VLLM, balanced_la
 from ultraep_lab.demo.models import make_model  # noqa: E402
 from ultraep_serve.system.machine import free_port  # noqa: E402
 from ultraep_serve.telemetry.control import ControlPage  # noqa: E402
-from ultraep_serve.telemetry.run_directory import run_directory  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 RANKS = 2
@@ -65,11 +64,14 @@ def main() -> None:
     sys.exit(not report.all_passed)
 
 
+SHM = "/dev/shm"
+
+
 def ask_both(model: Path, way: str) -> dict[str, Any]:
     """Answers with balancing on and off, and how loads were balanced."""
     shares_gpu = torch.cuda.device_count() == 1
     processes = RANKS if shares_gpu else 1
-    with tempfile.TemporaryDirectory() as folder, run_directory(free_port()) as run_path:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHM) as run_path:
         master, started = free_port(), []
         for rank in range(processes):
             environment = {**os.environ, **ENVIRONMENT}

@@ -11,13 +11,13 @@ from pydantic import Field, model_validator
 from rich.console import Console, RenderableType
 
 from ultraep_serve.config import SidecarSettings
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, NoServerError
 from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
 from ultraep_serve.system.machine import is_here
 from ultraep_serve.system.settings import Settings, Url
-from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = [
@@ -88,8 +88,11 @@ def _local_token(server: ServerFlags) -> str | None:
             raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
         if not address.hostname or not is_here(address.hostname):
             return None
-    path = RunFiles(run_directory_of_port(ports[0])).token if ports[0] else None
-    return read_token(path) if path is not None and os.path.lexists(path) else None
+    try:
+        path = RunFiles(find_run(port=ports[0] or 0)).token
+    except NoServerError:
+        return None
+    return read_token(path) if os.path.lexists(path) else None
 
 
 def counted(number: int, singular: str, plural: str) -> str:

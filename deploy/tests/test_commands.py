@@ -16,10 +16,9 @@ from commands import (
     words,
 )
 from files import BIN, COMPOSE, DEPLOY, read_yaml, run
-from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, built, only, pods
+from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, balanced_pods, built, only, pods
 
-from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig, SidecarSettings
-from ultraep_serve.sidecar.serve import add_arguments
+from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig
 from ultraep_serve.types import Policy
 
 SERVER = {"vllm": ["vllm", "serve"], "sglang": ["python3", "-m", "sglang.launch_server"]}
@@ -60,22 +59,6 @@ def test_compose_starts_a_balanced_server_with_its_sidecar() -> None:
     assert addresses == [f"engine:{flags.port + SIDECAR_DISTANCE}", f"engine:{flags.port}"]
 
 
-@pytest.mark.parametrize("path", ONE_HOST, ids=lambda path: path.name)
-def test_pods_start_a_balanced_server_and_a_sidecar_that_finds_it(path: Path) -> None:
-    (pod,) = balanced_pods(path)
-    ours, flags = server_flags(line := words(pod, host=0))
-    assert (ours.no_sidecar, flags.host) == (True, "0.0.0.0")
-    check_parallelism(line[0], flags)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    sidecar = parser.parse_args(pod.container("sidecar")["args"])
-    user = pod.spec["securityContext"]["runAsUser"]
-    assert str(sidecar.run_dir) == f"/dev/shm/ultraep-{user}-{flags.port}"
-    settings = SidecarSettings.from_flags(sidecar)
-    assert settings.port is not None
-    check_ports(pod, engine=flags.port, sidecar=settings.port)
-
-
 def test_a_node_with_gpus_has_one_for_each_rank() -> None:
     (path,) = (path for path in ONE_HOST if path.name == "gpus")
     (pod,) = balanced_pods(path)
@@ -86,7 +69,9 @@ def test_a_node_with_gpus_has_one_for_each_rank() -> None:
     assert pod.container("engine")["image"] == "ultraep-serve:vllm"
 
 
-@pytest.mark.parametrize("path", [*MANY_HOSTS, *DISAGGREGATED], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*ONE_HOST, *MANY_HOSTS, *DISAGGREGATED], ids=lambda path: path.name
+)
 def test_every_host_starts_a_balanced_server_with_its_sidecar(path: Path) -> None:
     for host, pod in enumerate(balanced_pods(path)):
         ours, flags = server_flags(line := words(pod, host))
@@ -94,13 +79,8 @@ def test_every_host_starts_a_balanced_server_with_its_sidecar(path: Path) -> Non
         assert flags.host == "0.0.0.0"
         check_parallelism(line[0], flags)
         ports = {port["name"]: port["containerPort"] for port in pod.container("engine")["ports"]}
-        served = {"http": flags.port} if pod.role == "leader" else {}
+        served = {} if pod.role == "worker" else {"http": flags.port}
         assert ports == {**served, "sidecar": flags.port + SIDECAR_DISTANCE}
-
-
-def check_ports(pod: Pod, **expected: int) -> None:
-    for name, port in expected.items():
-        assert [entry["containerPort"] for entry in pod.container(name)["ports"]] == [port]
 
 
 def test_flags_of_both_engines_are_offered() -> None:

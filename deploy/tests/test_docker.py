@@ -20,12 +20,11 @@ from docs.generate import images
 from ultraep_serve.system.versions import SGLANG, VLLM, Package
 
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
-REQUIREMENTS = DEPLOY / "docker" / "sidecar-requirements.txt"
 
 
-def test_there_is_an_image_per_engine_and_one_for_the_sidecar() -> None:
+def test_there_is_an_image_per_engine() -> None:
     names = {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES}
-    assert names == {"vllm", "sglang", "vllm-cpu", "sglang-cpu", "sidecar"}
+    assert names == {"vllm", "sglang", "vllm-cpu", "sglang-cpu"}
 
 
 @pytest.mark.parametrize("package", [VLLM, SGLANG], ids=lambda package: package.name)
@@ -82,32 +81,10 @@ def test_health_checks_ask_the_ports_that_are_exposed(path: Path) -> None:
     assert all(port in code for port in exposed.split())
 
 
-def test_the_sidecars_image_holds_all_that_it_imports() -> None:
-    code = (
-        "import sys; import ultraep_serve.sidecar.__main__;"
-        "print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('ultraep_')))"
-    )
-    files = [Path(file) for file in run(sys.executable, "-c", code).split()]
-    text = (DEPLOY / "docker" / "sidecar.Dockerfile").read_text()
-    copied = re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE)
-    assert {file.relative_to(ROOT).parts[0] for file in files} == set(copied)
-    imported = {name for file in files for name in _imports(file)}
-    imported -= {*sys.stdlib_module_names, "ultraep_serve", "ultraep_kernels"}
-    assert {"fastapi", "numpy"} <= imported
-    owners = metadata.packages_distributions()
-    needed = {canonicalize_name(owners[name][0]) for name in imported}
-    assert needed <= _closure([Requirement(line) for line in _lines(REQUIREMENTS)])
-
-
-def test_the_sidecars_requirements_are_those_of_the_package() -> None:
-    ours = {str(Requirement(text.split(";")[0])) for text in metadata.requires("ultraep-serve")}
-    assert {str(Requirement(line)) for line in _lines(REQUIREMENTS)} <= ours
-
-
 def test_images_for_cpu_were_built_and_serve() -> None:
     found = json.loads(images.RESULT.read_text())
     names = {image["name"] for image in found["images"]}
-    assert names == {run["image"] for run in found["runs"]} >= {"vllm-cpu", "sglang-cpu", "sidecar"}
+    assert names == {run["image"] for run in found["runs"]} >= {"vllm-cpu", "sglang-cpu"}
     assert all(row["is_right"] for run in found["runs"] for row in run["checks"])
     bases = {
         f"{name}.Dockerfile": _base(DEPLOY / "docker" / f"{name}.Dockerfile") for name in names
@@ -115,7 +92,7 @@ def test_images_for_cpu_were_built_and_serve() -> None:
     built = {f"{image['name']}.Dockerfile": image["base"] for image in found["images"]}
     assert built == bases, "run `make images`: these bases are not those that were built on"
     served = {run["image"] for run in found["runs"] if "SIGTERM ends it" in str(run)}
-    assert served == {"vllm-cpu", "sglang-cpu", "sidecar"}
+    assert served == {"vllm-cpu", "sglang-cpu"}
 
 
 def test_the_page_shows_what_was_built_and_seen() -> None:

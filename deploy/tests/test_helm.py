@@ -109,7 +109,7 @@ def test_flags_of_another_way_to_spread_ranks_take_the_place_of_the_charts(chart
     flags = ["--data-parallel-size=8", "--enable-expert-parallel"]
     (pod,) = pods(rendered(chart, {"parallelFlags": flags}))
     line = pod.container("engine")["args"]
-    assert line[-3:] == [*flags, "--no-sidecar"]
+    assert line[-3:] == [*flags, "--sidecar-host=0.0.0.0"]
     assert not any(word.startswith("--tensor-parallel-size") for word in line)
 
 

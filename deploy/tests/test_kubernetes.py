@@ -127,6 +127,5 @@ def test_engines_share_memory_and_are_ready_when_their_ranks_are(path: Path) -> 
             assert mounts["/dev/shm"] == "shared-memory"
         (shared,) = (v for v in pod.spec["volumes"] if v["name"] == "shared-memory")
         assert shared["emptyDir"]["medium"] == "Memory"
-        sidecar = pod.container("engine" if pod.role else "sidecar")
-        probe = sidecar["readinessProbe"]["httpGet"]
+        probe = pod.container("engine")["readinessProbe"]["httpGet"]
         assert (probe["path"], probe["port"]) == ("/readyz", "sidecar")

@@ -24,7 +24,6 @@ from ultraep_serve import __version__
 from ultraep_serve.cli import status
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import setting_on_command_line
-from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.system.versions import SGLANG, VLLM, Package
 from ultraep_serve.types import Policy
 
@@ -111,18 +110,23 @@ def test_every_engine_is_asked_to_balance_and_can(start: Start) -> None:
 
 
 @every
-def test_nothing_is_missing_that_the_launcher_would_add(start: Start) -> None:
+def test_nothing_is_missing_that_the_launcher_would_add(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = ENGINES[start.engine]
     flags = launch.parse_engine_flags(start.flags)
-    on_cpu = is_for_cpu(start)
-    variable = f"{start.engine.upper()}_CPU_OMP_THREADS_BIND"
-    binding = CoreBinding.here(variable, 2) if on_cpu else None
+    if start.engine == "sglang" and not is_for_cpu(start):
+        assert launch._gpu_flags(flags, Policy.QUOTA) == []
+    if not is_for_cpu(start):
+        return
+    monkeypatch.setattr(launch, "cores_of_ranks", lambda num_ranks: [[0], [1]])
+    monkeypatch.setattr("os.environ", start.variables)
     if start.engine == "sglang":
-        added = launch._cpu_flags(flags, 1) if on_cpu else launch._gpu_flags(flags, Policy.QUOTA)
-        assert added == []
-        needed = launch._environment("MODEL", binding)
+        assert launch._cpu_flags(flags) == []
+        needed, _ = launch._on_cpu(flags)
     else:
-        needed, _ = launch._environment("MODEL", flags, binding)
+        added, needed, _ = launch._on_cpu(flags, 2)
+        assert added == []
     assert {*needed} <= {*start.variables}
 
 

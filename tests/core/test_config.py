@@ -21,6 +21,7 @@ from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.system.environment import (
     CONFIG_VARIABLE,
     child_environment,
+    claim_first_process,
     control_token_from_environment,
     first_process,
     share_with_ray_workers,
@@ -283,11 +284,13 @@ def test_a_mistake_is_named_by_its_flag() -> None:
 
 
 def _worker(first: "Queue[int]") -> None:
+    claim_first_process()
     first.put(first_process())
 
 
 def _engine(own_first: "Queue[int]", first_of_worker: "Queue[int]") -> None:
     own_first.put(os.getpid())
+    claim_first_process()
     own_first.put(first_process())
     worker = multiprocessing.get_context("spawn").Process(target=_worker, args=(first_of_worker,))
     worker.start()

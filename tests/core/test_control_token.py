@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ultraep_lab.arguments import ServerFlags, control_token
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, NoServerError
 from ultraep_serve.system.environment import TOKEN_VARIABLE, control_token_from_environment
-from ultraep_serve.telemetry import run_directory
 
 SECRET = "a-secret-of-this-user"
 
@@ -18,9 +17,15 @@ SECRET = "a-secret-of-this-user"
 @pytest.fixture
 def run_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run directory of the server on port 8000, with a token."""
+
+    def find_run(port: int) -> Path:
+        if port != 8000:
+            raise NoServerError("no server")
+        return path
+
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
-    path = run_directory.run_directory_of_port(8000)
+    monkeypatch.setattr("ultraep_lab.arguments.find_run", find_run)
+    path = tmp_path / "run"
     path.mkdir(mode=0o700)
     (path / "token").write_text(SECRET)
     (path / "token").chmod(0o600)

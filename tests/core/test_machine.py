@@ -54,19 +54,3 @@ def test_a_group_that_is_full_leaves_nothing(
     monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
     group(tmp_path, "1000", used=1200)
     assert machine.available_memory(tmp_path / "unknown", tmp_path) == 0
-
-
-@pytest.mark.parametrize(
-    ("counters", "text"),
-    [
-        ("memory.events", "max 4\noom 2\noom_kill 2\noom_group_kill 0\n"),
-        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
-    ],
-)
-def test_who_was_killed_for_memory_is_counted(
-    counters: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
-    assert machine.killed_for_memory(tmp_path) == 0
-    (tmp_path / counters).write_text(text)
-    assert machine.killed_for_memory(tmp_path) == 2

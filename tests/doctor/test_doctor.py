@@ -1,6 +1,7 @@
 """What each check says of good and bad machines, engines, models and servers."""
 
 import json
+import socket
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.rings import SyntheticRun, planned_run
+from tests.support.run_directories import run_directory
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.doctor.gpus import check_gpus
@@ -22,7 +24,6 @@ from ultraep_serve.doctor.serving import check_flags, check_hosts, check_model, 
 from ultraep_serve.doctor.versions import check_versions
 from ultraep_serve.engines.common.launch import RankCount
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.telemetry.run_directory import run_directory
 from ultraep_serve.telemetry.run_files import RunFiles
 
 GIB = 1 << 30
@@ -219,7 +220,7 @@ def serving(shm: Path) -> Iterator[tuple[Subject, SyntheticRun]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         port = server.server_address[1]
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        with run_directory(port) as path:
+        with run_directory() as path:
             run = planned_run(path)
             run.batch()
             yield Subject(port=port), run
@@ -241,14 +242,15 @@ def test_a_running_server_is_asked_how_it_is(
 
 
 def test_a_server_that_serves_unbalanced_is_a_warning(shm: Path) -> None:
-    with run_directory(40_001) as path:
-        RunFiles(path).write_config(BalanceConfig().to_json())
+    with socket.create_server(("127.0.0.1", 0)) as listening, run_directory() as path:
+        listening.settimeout(0.1)
+        port = listening.getsockname()[1]
         RunFiles(path).mark_unbalanced("no expert can be moved")
-        engine, balancing = check_server(Subject(port=40_001))
-    assert engine.status is Status.ERROR  # nobody listens there
+        engine, balancing = check_server(Subject(port=port))
+    assert engine.status is Status.ERROR  # it does not answer
     assert (balancing.status, "no expert can be moved" in balancing.seen) == (Status.WARNING, True)
-    assert statuses(check_server(Subject(port=40_001))) == [Status.WARNING]
-    assert check_server(Subject(port=40_001, refusal="")) == []  # it is to be started
+    assert statuses(check_server(Subject(port=port))) == [Status.WARNING]  # nobody listens
+    assert check_server(Subject(port=port, refusal="")) == []  # it is to be started
 
 
 def test_no_engine_is_imported() -> None:

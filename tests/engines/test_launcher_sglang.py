@@ -1,33 +1,47 @@
 """How SGLang's server is started on CPUs; SGLang itself is not needed."""
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.sglang import launch
-from ultraep_serve.types import Policy
+from ultraep_serve.errors import ConfigError
 
 TWO_RANKS = ["--device", "cpu", "--tp-size", "2", "--ep-size", "2"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "tokens"),
-    [([], 40960), (["--context-length", "2048"], 32768), (["--max-total-tokens", "7"], None)],
-)
-def test_the_cache_holds_a_request_as_long_as_the_models_context(
-    flags: list[str], tokens: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
     monkeypatch.setattr("ultraep_serve.engines.common.launch.find_library", "lib{}.so".format)
-    config = {"num_experts": 8, "text_config": {"max_position_embeddings": 40960}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    command = launch.engine_command(str(tmp_path), [*TWO_RANKS, *flags], Policy.QUOTA)
-    assert command.environment["LD_PRELOAD"] == "libtcmalloc_minimal.so"
-    if tokens is None:
-        assert command.arguments.count("--max-total-tokens") == 1
-        assert not command.said
-    else:
-        chosen = command.arguments[command.arguments.index("--max-total-tokens") + 1]
-        assert chosen == str(tokens)
-        assert f"KV cache of {tokens} tokens" in command.said[0]
+    monkeypatch.setattr(launch, "cores_of_ranks", lambda num_ranks: [[0, 1], [2, 3]])
+
+
+def test_ranks_on_cpus_get_cores_and_a_cache_unless_the_user_said() -> None:
+    command = launch.engine_command("m", TWO_RANKS, BalanceConfig())
+    environment = command.environment
+    assert environment["LD_PRELOAD"] == "libtcmalloc_minimal.so"
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert command.arguments[-2:] == ["--max-total-tokens", "32768"]
+    assert len(command.said) == 2
+    flags = [*TWO_RANKS, "--max-total-tokens", "7", "--attention-backend", "x"]
+    command = launch.engine_command("m", flags, BalanceConfig())
+    assert command.arguments[5:] == flags
+    assert len(command.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (lambda name: name == "sglang", "SGLang is not installed here"),
+        (lambda name: name == "torchvision", "imports torchvision, which have no CPU build"),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    missing: Callable[[str], bool], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if missing(name) else name)
+    with pytest.raises(ConfigError, match=message):
+        launch.engine_command("m", TWO_RANKS, BalanceConfig())

@@ -27,8 +27,9 @@ with warnings.catch_warnings():
 
     from ultraep_serve.engines.sglang import checks, group, hooks, launch, plugin, quantised
 
-from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
+
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
 FP8 = Fp8Config(
@@ -153,7 +154,7 @@ def test_sglang_ends_where_the_adapter_does_not_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang would log what a plugin raises, and serve without it."""
-    monkeypatch.setattr("ultraep_serve.engines.common.process.tidy_up_at_exit", lambda: None)
+    monkeypatch.setattr("ultraep_serve.engines.common.process.repeat_at_exit", lambda: None)
     monkeypatch.setitem(sys.modules, "ultraep_serve.engines.sglang.hooks", None)
     monkeypatch.setenv("ULTRAEP_CONFIG", "{}")
     reason = "this SGLang is not one that can be balanced: import of ultraep_serve.engines.sglang.h"

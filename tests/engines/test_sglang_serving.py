@@ -13,15 +13,22 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
-from tests.support.serving_checks import PROMPTS, balance, check_balanced, refused, served
+from tests.support.serving_checks import (
+    PROMPTS,
+    balance,
+    check_balanced,
+    refused,
+    run_paths,
+    served,
+)
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
+from tests.support.waiting import until
 from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ServerError
 from ultraep_serve.system.environment import CONFIG_VARIABLE
-from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
@@ -87,7 +94,7 @@ class TestOneServer:
         victim = balance(server)["ranks"][1]["pid"]
         subprocess.run(["kill", "-KILL", str(victim)], check=True)
         assert server.wait(90.0) != 0
-        assert not run_directory_of_port(server.port).exists()
+        until(lambda: not run_paths(server), 30.0)
 
 
 def test_bfloat16_tokens_and_chunked_mixed_prefill(qwen3: Path, tmp_path: Path) -> None:
@@ -112,8 +119,7 @@ def test_grouped_routing_and_shared_experts_are_balanced_too(glm4: Path, tmp_pat
 def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Path) -> None:
     with serve(qwen3, tmp_path, "--policy", "off") as server:
         assert len(generate(server.url, server.model, PROMPTS, 4, concurrency=4)) == len(PROMPTS)
-        names = {path.name for path in run_directory_of_port(server.port).iterdir()}
-        assert names == {"config.json", "network"}
+        assert run_paths(server) == []
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.sidecar_url}/healthz")
 
@@ -178,7 +184,7 @@ def test_what_cannot_be_balanced_stops_the_server(qwen3: Path, tmp_path: Path) -
     with pytest.raises(ServerError), server:
         pass
     assert "--ep-num-redundant-experts are EPLB's copies" in server.log_path.read_text()
-    assert not run_directory_of_port(server.port).exists()
+    until(lambda: not run_paths(server), 30.0)
 
 
 def test_what_cannot_be_balanced_serves_plainly_on_request(qwen3: Path, tmp_path: Path) -> None:

@@ -32,9 +32,10 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import checks, launch, routed_experts
     from ultraep_serve.engines.vllm.warm_up import after_warm_up
 
+from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
+
 from ultraep_serve.doctor import versions
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy
 

@@ -16,7 +16,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
-from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
+from tests.support.serving_checks import (
+    CONTEXT,
+    PROMPTS,
+    balance,
+    check_balanced,
+    refused,
+    run_paths,
+    served,
+)
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from tests.support.waiting import until
 from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
@@ -30,7 +38,6 @@ from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import LoadTrace
 from ultraep_serve.errors import ServerError
-from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
@@ -65,8 +72,7 @@ class TestTensorParallel:
         off = generate_under(server, Policy.OFF, PROMPTS)
         with serve(qwen3, tmp_path, "tensor", "--enforce-eager", "--policy", "off") as plain:
             alone = generate(plain.url, plain.model, PROMPTS, 16, concurrency=4)
-            names = {path.name for path in run_directory_of_port(plain.port).iterdir()}
-            assert names == {"config.json", "network"}
+            assert run_paths(plain) == []
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{plain.sidecar_url}/healthz")
             check_bench(server)
@@ -78,11 +84,11 @@ class TestTensorParallel:
         subprocess.run(["kill", "-KILL", str(victim)], check=True)
         wait_until_not_ready(server)
         assert server.wait(180.0) != 0
-        assert not run_directory_of_port(server.port).exists()
+        until(lambda: not run_paths(server), 30.0)
 
 
 class TestDataParallel:
-    """One compiled server; the last test kills its launcher."""
+    """One compiled server; the last test kills its first process."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -100,20 +106,20 @@ class TestDataParallel:
     ) -> None:
         check_recorded_trace(server, tmp_path)
 
-    def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
-        self, server: BalancedServer, glm4: Path, tmp_path: Path
+    def test_a_killed_server_takes_everything_down_and_leaves_nothing(
+        self, server: BalancedServer
     ) -> None:
-        """The next: grouped routing, a shared expert, slots of their own per layer, eager."""
         workers = [rank["pid"] for rank in balance(server)["ranks"]]
         subprocess.run(["kill", "-KILL", str(server.process_id)], check=True)
         assert server.wait(5.0) == -signal.SIGKILL
         until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 180.0)
-        left = run_directory_of_port(server.port)
-        assert left.exists()
-        extra = ["--enforce-eager", "--slots", "3", "--slot-memory", "per_layer"]
-        with serve(glm4, tmp_path, "tensor", *extra) as following:
-            assert not left.exists()
-            check_balanced(following, num_layers=len(tiny_glm4().moe_layers))
+        until(lambda: not run_paths(server), 30.0)
+
+
+def test_grouped_routing_and_slots_of_their_own_per_layer(glm4: Path, tmp_path: Path) -> None:
+    extra = ["--enforce-eager", "--slots", "3", "--slot-memory", "per_layer"]
+    with serve(glm4, tmp_path, "tensor", *extra) as server:
+        check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
 
 
 def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_path: Path) -> None:
@@ -190,7 +196,7 @@ def test_layer_that_cannot_be_balanced_stops_the_server(
     with pytest.raises(ServerError), server:
         pass
     assert "experts do not divide evenly over 2 ranks" in (tmp_path / "log").read_text()
-    assert not run_directory_of_port(server.port).exists()
+    until(lambda: not run_paths(server), 30.0)
 
 
 def test_layer_that_cannot_be_balanced_serves_plainly_on_request(

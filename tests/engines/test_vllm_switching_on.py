@@ -29,7 +29,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ``register`` did; nothing of it reaches vLLM."""
     done: list[str] = []
     monkeypatch.setattr(routed_experts, "substitute", lambda: done.append("substituted"))
-    monkeypatch.setattr(plugin, "tidy_up_at_exit", lambda: None)
+    monkeypatch.setattr(plugin, "repeat_at_exit", lambda: None)
     monkeypatch.setattr(plugin, "share_with_ray_workers", lambda: None)
     monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
     monkeypatch.setattr(sys, "argv", ["server"])

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-
 from tests.support.launched import answers
+
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.waiting import until

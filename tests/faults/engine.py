@@ -1,12 +1,13 @@
 """A server and two ranks in an engine's place: they load, serve batches, follow the policy, end.
 
-    python -m tests.faults.engine PORT BOARD
+    python -m tests.faults.engine BOARD PORT SIDECAR_PORT
 
-Ranks meet in every batch, and wait for each other as long as the engine's own collectives do; the
-server ends with its first rank. A stage has begun when its file is on BOARD, and goes on when the
-injector leaves ``may-...`` there.
+Ranks meet in every batch, and wait for each other as long as the engine's own collectives do. The
+server ends all where a rank is gone, and ranks end with the server, as engines have it. A stage has
+begun when its file is on BOARD, and goes on when the injector leaves ``may-...`` there.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,13 +23,18 @@ import pytest
 
 from tests.support.ring_files import create
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import recorder as recorders
+from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.ring import RingState
+from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_RANKS = 2
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _BATCH_SECONDS = 0.05
 
 
@@ -38,7 +44,30 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def run_path(server: int) -> Path:
+    """The run directory of the process ``server``."""
+    return run_directory._path_of(name_of_run(server, 0))
+
+
+def _meet(rank: int, server: int, config: BalanceConfig) -> BalanceConfig:
+    """As ranks of an engine do; the first one starts the sidecar."""
+    if rank == 0:
+        directory = RunDirectory.create(name_of_run(server, 0))
+    else:
+        wait_for(RunFiles(run_path(server)).settings)
+        directory = RunDirectory.join(name_of_run(server, 0))
+    Finalize(None, directory.leave, exitpriority=0)
+    config = config.replace(run_dir=str(directory.path))
+    if rank == 0:
+        RunFiles(directory.path).write_config(config.to_json())
+        assert config.sidecar is not None
+        start_beside_rank(config, config.sidecar)
+    return config
+
+
 def _rank(rank: int, board: Path, config: BalanceConfig, together: Barrier) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    config = _meet(rank, os.getppid(), config)
     home, timeout = config.run_path, config.timeout_seconds
     location = Location.on_one_host(rank, NUM_RANKS)
     recorder = create(
@@ -76,11 +105,10 @@ class _Healthy(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    port, board = int(sys.argv[1]), Path(sys.argv[2])
+    board, port, sidecar_port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     patches = pytest.MonkeyPatch()
     patches.setattr(recorders, "HEARTBEAT_SECONDS", 0.5)
-    config = BalanceConfig.from_environment()
-    assert config is not None
+    config = BalanceConfig(timeout_seconds=2.0, sidecar={"port": sidecar_port})
     asked = threading.Event()
     (board / "starting").touch()
     wait_for(board / "may-start")

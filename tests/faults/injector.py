@@ -1,4 +1,4 @@
-"""One fault in one stage of a run: a launcher, a sidecar, and a server and ranks that stand in.
+"""One fault in one stage of a run: a sidecar, and a server and ranks that stand in for an engine.
 
 What is seen is a word: ``on``, the ranks' batches go on; ``told``, they go on and the sidecar's
 readiness says what is wrong; ``waits``, nothing goes on until a stopped
@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from tests.faults.engine import run_path
 from tests.support.waiting import until
 from ultraep_serve.errors import ControlError, RingError
+from ultraep_serve.system.listeners import listening_processes
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.control import ControlPage
@@ -34,38 +36,13 @@ from ultraep_serve.types import Policy
 __all__ = ["FILES", "FILE_FAULTS", "LIMITS", "PROCESSES", "SIGNALS", "STAGES", "Fault", "inject"]
 
 STAGES = ("start", "load", "serve", "policy switch", "stop")
-PROCESSES = ("launcher", "sidecar", "server", "rank")
+PROCESSES = ("sidecar", "server", "rank")
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGHUP", "SIGSTOP")
 LIMITS = ("no memory", "no room in files", "no descriptors")
 FILES = ("ring", "control page", "settings", "token")
 FILE_FAULTS = ("deleted", "truncated", "overwritten", "a pipe")
 _ROOT = Path(__file__).parents[2]
 _LIMIT_SECONDS, _SETTLED_SECONDS, _GONE_SECONDS = 25.0, 5.0, 20.0
-_LAUNCHER = """
-import sys
-from ultraep_serve.config import BalanceConfig
-from ultraep_serve.launcher import supervisor
-from ultraep_serve.telemetry.run_directory import run_directory
-from ultraep_serve.telemetry.run_files import RunFiles
-board, port, sidecar_port = sys.argv[1:]
-supervisor._STOP_SECONDS, supervisor._ASKED_SECONDS, supervisor._GROUP_SECONDS = 4.0, 6.0, 1.0
-start = supervisor.start_child
-def noted(arguments, environment):
-    child = start(arguments, environment)
-    print(child.pid, flush=True)
-    return child
-supervisor.start_child = noted
-engine = supervisor.EngineCommand(
-    [sys.executable, "-m", "tests.faults.engine", port, board], f"http://127.0.0.1:{port}", 2
-)
-with run_directory(int(port)) as path:
-    print(path, flush=True)
-    config = BalanceConfig(run_dir=str(path), timeout_seconds=2.0)
-    RunFiles(path).write_config(config.to_json())
-    sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(path)]
-    code = supervisor.supervise(engine, config, [*sidecar, "--port", sidecar_port])
-raise SystemExit(code)
-"""
 
 
 class Fault(NamedTuple):
@@ -79,15 +56,13 @@ class Fault(NamedTuple):
 class _Run:
     """The processes, by name, and the board by which they are led through the stages."""
 
-    def __init__(self, folder: Path, launcher: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, folder: Path, server: subprocess.Popen[bytes], port: int) -> None:
         self.board = folder / "board"
         self._reader: RingReader | None = None
-        self.launcher, self.sidecar_url = launcher, f"http://127.0.0.1:{port}"
-        assert launcher.stdout is not None
-        self.files = RunFiles(Path(launcher.stdout.readline().decode().strip()))
-        self.processes = {"launcher": launcher.pid}
-        for name in ("sidecar", "server"):
-            self.processes[name] = int(launcher.stdout.readline())
+        self.server, self._sidecar_port = server, port
+        self.sidecar_url = f"http://127.0.0.1:{port}"
+        self.files = RunFiles(run_path(server.pid))
+        self.processes = {"server": server.pid}
 
     def reach(self, stage: str) -> None:
         """Go on until ``stage`` has begun."""
@@ -98,12 +73,14 @@ class _Run:
         until((self.board / "loading-1").exists, 60)
         until((self.board / "loading-0").exists, 60)
         self.note_ranks()
+        until(lambda: bool(listening_processes(self._sidecar_port)), 60)
+        (self.processes["sidecar"],) = listening_processes(self._sidecar_port)
         if stage == "load":
             return
         self.allow("load")
         until(lambda: self.readiness() == 200, 60)
         if stage == "stop":
-            self.launcher.terminate()
+            self.server.terminate()
             until((self.board / "stopping").exists, 60)
 
     def note_ranks(self) -> None:
@@ -124,8 +101,12 @@ class _Run:
 
     def alive(self) -> list[str]:
         self.note_ranks()
-        self.launcher.poll()
+        self.server.poll()
         return [name for name, number in self.processes.items() if is_process_alive(number)]
+
+    def left(self) -> list[str]:
+        """Processes and files that are still there."""
+        return self.alive() + [str(self.files.path)] * self.files.path.exists()
 
     def batches(self) -> int:
         """How many rank 0 has counted; -1 where its ring cannot be read.
@@ -146,18 +127,18 @@ def _running(folder: Path) -> Iterator[_Run]:
     paths = [here, *(str(_ROOT / folder) for folder in ("", "kernels", "benchmarks"))]
     environment = {**os.environ, "FAULTS_CLOCK": str(clock), "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "log").open("wb") as log:
-        launcher = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCHER, str(folder / "board"), *ports],
-            cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=log,
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.engine", str(folder / "board"), *ports],
+            cwd=_ROOT, env=environment, stdout=log, stderr=log,
         )  # fmt: skip
-    run = _Run(folder, launcher, int(ports[1]))
+    run = _Run(folder, server, int(ports[1]))
     try:
         yield run
     finally:
         for name in run.alive():
             with suppress(ProcessLookupError):
                 os.kill(run.processes[name], signal.SIGKILL)
-        launcher.communicate(timeout=60)
+        server.wait(timeout=60)
         shutil.rmtree(run.files.path, ignore_errors=True)
 
 
@@ -173,12 +154,12 @@ def inject(fault: Fault, folder: Path) -> str:
         stack.close()
         if seen == "hangs" and fault.how == "SIGSTOP":
             seen = "waits"
-        if seen != "ends" and run.launcher.poll() is None:
-            run.launcher.terminate()
+        if seen != "ends" and run.server.poll() is None:
+            run.server.terminate()
         try:
-            until(lambda: not run.alive(), _GONE_SECONDS)
+            until(lambda: not run.left(), _GONE_SECONDS)
         except AssertionError:
-            return f"leaves {', '.join(run.alive())}" if seen != "hangs" else seen
+            return f"leaves {', '.join(run.left())}" if seen != "hangs" else seen
         return seen
 
 
@@ -186,7 +167,7 @@ def _observe(run: _Run, fault: Fault) -> str:
     deadline = time.monotonic() + _LIMIT_SECONDS
     settled, seen_at = 0.0, -1
     while time.monotonic() < deadline:
-        if run.launcher.poll() is not None:
+        if run.server.poll() is not None:
             return "ends"
         batches = run.batches()
         goes_on, seen_at = batches > seen_at >= 0, batches

@@ -4,7 +4,7 @@ to fail yet, or any more.
 
 from collections.abc import Iterator
 
-from tests.faults.injector import STAGES, Fault
+from tests.faults.injector import PROCESSES, STAGES, Fault
 
 __all__ = ["EXPECTED", "QUICK", "faults"]
 
@@ -13,17 +13,15 @@ NONE = "\N{EN DASH}"
 EXPECTED: dict[tuple[str, str], tuple[str, ...]] = {}
 _KILLED = ("SIGKILL", "SIGSEGV", "SIGHUP")
 for _how in _KILLED:
-    EXPECTED["launcher", _how] = ("ends",) * 5
-    EXPECTED["sidecar", _how] = ("on", "on", "on", "on", "ends")
+    EXPECTED["sidecar", _how] = (NONE, "on", "on", "on", "ends")
     EXPECTED["server", _how] = ("ends",) * 5
     EXPECTED["rank", _how] = (NONE, "ends", "ends", "ends", "ends")
-EXPECTED["launcher", "SIGSTOP"] = ("on", "on", "on", "on", "waits")
-EXPECTED["sidecar", "SIGSTOP"] = ("on", "on", "on", "on", "ends")
-EXPECTED["server", "SIGSTOP"] = ("waits", "on", "on", "on", "ends")
+EXPECTED["sidecar", "SIGSTOP"] = (NONE, "on", "on", "on", "ends")
+EXPECTED["server", "SIGSTOP"] = ("waits", "on", "on", "on", "waits")
 EXPECTED["rank", "SIGSTOP"] = (NONE, "ends", "ends", "ends", "ends")
-for _what in ("launcher", "sidecar", "server", "rank"):
+for _what in PROCESSES:
     for _how in ("no memory", "no room in files", "no descriptors"):
-        _first = {"rank": NONE, "server": "ends"}.get(_what, "on")
+        _first = "ends" if _what == "server" else NONE
         EXPECTED[_what, _how] = (_first, "on", "on", "on", "ends")
 # A rank that cannot write is not heard, and one of those that load is given up.
 EXPECTED["rank", "no room in files"] = (NONE, "ends", "told", "told", "ends")

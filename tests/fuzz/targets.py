@@ -24,8 +24,8 @@ from tests.support.ring_files import create, write
 from ultraep_lab.engine_recordings import from_vllm
 from ultraep_lab.store import load_trace
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.kv_cache import kv_bytes_of
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.engines.common.launch import experts_of
 from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics import summarise
@@ -226,7 +226,7 @@ def _configs(_: Path) -> Reader:
     kinds: list[Callable[[str], object]] = [
         BalanceConfig.from_json,
         lambda text: CostModel.from_json(text).integer_costs(),
-        lambda text: kv_bytes_of(parse_object(text, "config.json")),
+        lambda text: experts_of(parse_object(text, "config.json")),
     ]
 
     def read(data: bytes) -> None:

@@ -14,20 +14,12 @@ from ultraep_serve.engines.common import process
 from ultraep_serve.errors import UnsupportedError
 
 PROGRAM = """
-import multiprocessing, os, sys, tempfile
-from pathlib import Path
+import multiprocessing, sys
 from ultraep_serve import errors
-from ultraep_serve.engines.common.process import repeated_at_exit, tidy_up_at_exit
-from ultraep_serve.telemetry import run_directory
+from ultraep_serve.engines.common.process import repeated_at_exit, repeat_at_exit
 
-run_directory.SHARED_MEMORY = Path(sys.argv[1])
-
-def rank(names, directory):
-    tidy_up_at_exit()  # not the first process: nothing is said at its end
-    if directory:
-        name = run_directory.name_of_run(int(directory), 7)
-        run_directory.RunDirectory.create(name)
-        os.kill(os.getpid(), 9)  # as engines end their ranks
+def rank(names):
+    repeat_at_exit()  # not the first process: nothing is said at its end
     for name in names:
         try:
             with repeated_at_exit():
@@ -36,36 +28,31 @@ def rank(names, directory):
             pass
 
 if __name__ == "__main__":
-    tidy_up_at_exit()
+    repeat_at_exit()
     context = multiprocessing.get_context("spawn")
-    for names, directory in ((sys.argv[2:], ""), ([], str(os.getpid()))):
-        process = context.Process(target=rank, args=(names, directory))
-        process.start()
-        process.join()
-    left = list(Path(sys.argv[1]).iterdir())
-    assert len(left) == 1, left
+    process = context.Process(target=rank, args=(sys.argv[1:],))
+    process.start()
+    process.join()
     sys.stderr.write("the engine's last words\\n")
 """
 
 
 def said_by(tmp_path: Path, *raised: str) -> list[str]:
     """Lines on stderr of a program whose rank raised errors of these names."""
-    program, memory, temporary = (tmp_path / name for name in ("program.py", "shm", "tmp"))
+    program, temporary = tmp_path / "program.py", tmp_path / "tmp"
     program.write_text(PROGRAM)
-    memory.mkdir()
     temporary.mkdir()
     stale, foreign = (temporary / f"ultraep-{os.getuid()}-refused-{n}" for n in ("999999999", "x"))
     stale.touch()
     foreign.touch()
     done = subprocess.run(
-        [sys.executable, str(program), str(memory), *raised],
+        [sys.executable, str(program), *raised],
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "TMPDIR": str(temporary)},
     )
     assert done.returncode == 0, done.stderr
-    assert not list(memory.iterdir())
     assert [path.name for path in temporary.iterdir()] == [foreign.name]
     return done.stderr.splitlines()
 

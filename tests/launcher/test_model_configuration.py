@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.cli import main
-from ultraep_serve.costs.kv_cache import kv_bytes_per_token
-from ultraep_serve.engines.common.launch import check_experts, context_length
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.launch import check_experts, count_experts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_text
 
@@ -44,8 +44,7 @@ def test_it_is_one_line_with_a_remedy(
     assert reason in line
     assert "mend it or fetch the model again" in line
     with pytest.raises(ConfigError, match=r"config\.json"):
-        kv_bytes_per_token(str(tmp_path))
-    assert context_length(str(tmp_path), None) is None
+        count_experts(str(tmp_path))  # as the doctor reads it
 
 
 def test_one_that_may_not_be_read_is_no_other_model(tmp_path: Path) -> None:
@@ -58,9 +57,7 @@ def test_one_that_may_not_be_read_is_no_other_model(tmp_path: Path) -> None:
         tmp_path.chmod(0)
     try:
         with pytest.raises(ConfigError, match=r"Permission denied.*; mend it or fetch"):
-            check_experts(str(tmp_path), "vLLM", 2)
-        with pytest.raises(ConfigError, match=r"config\.json"):
-            kv_bytes_per_token(str(tmp_path / "model"))
+            check_experts(str(tmp_path), "vLLM", BalanceConfig(), 2)
     finally:
         os.seteuid(user)
         tmp_path.chmod(0o700)
@@ -72,8 +69,8 @@ def test_a_model_that_is_not_here_is_left_to_the_engine(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").touch()
-    check_experts(model, "vLLM", 2)
-    assert context_length(model, None) is None
+    check_experts(model, "vLLM", BalanceConfig(), 2)
+    assert count_experts(model) is None
 
 
 def test_names_that_no_file_has_are_errors() -> None:

@@ -18,6 +18,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.serve import control_token, is_loopback, serve
 from ultraep_serve.system.environment import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry import run_directory
 
 ROOT = Path(ultraep_serve.__file__).parents[1]
 
@@ -154,7 +155,10 @@ sys.stdin.read()
 """
 
 
-def test_it_ends_with_its_parent_and_removes_what_that_left(tmp_path: Path) -> None:
+def test_it_ends_with_its_parent_and_removes_the_run_when_all_ranks_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
     port = free_port()
     words = [sys.executable, "-c", PARENT, str(tmp_path), str(port)]
     pipe = subprocess.PIPE
@@ -163,6 +167,11 @@ def test_it_ends_with_its_parent_and_removes_what_that_left(tmp_path: Path) -> N
         child = Path(f"/proc/{parent.stdout.readline().strip()}")
         until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 503)
         assert len(list(tmp_path.iterdir())) == 1
+        other = run_directory.RunDirectory.join("0f")  # another rank
         parent.kill()
+    until(lambda: status(f"http://127.0.0.1:{port}/readyz") is None)
+    assert len(list(tmp_path.iterdir())) == 1
+    os.close(other._lock)  # as when it is killed, too
+    other._lock = -1
     until(lambda: not child.exists() or b") Z " in (child / "stat").read_bytes())
     assert list(tmp_path.iterdir()) == []

@@ -23,6 +23,7 @@ from ultraep_lab.demo.balanced_server import (
 )
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import BenchError
+from ultraep_serve.telemetry import run_directory
 from ultraep_serve.types import Policy
 
 CONTEXT = 4096
@@ -42,6 +43,12 @@ def served(
     costs.write_text(MOVING_ALWAYS_PAYS.to_json())
     flags = [*expert_parallel_flags(mode, dtype, CONTEXT, engine), "--costs", str(costs), *extra]
     return BalancedServer(model, flags, directory / "server.log", engine=engine)
+
+
+def run_paths(server: BalancedServer) -> list[Path]:
+    """The run directories of ``server``, which may have ended."""
+    mine = f"ultraep-{os.getuid()}-p{server.process_id}-*"
+    return list(run_directory.SHARED_MEMORY.glob(mine))
 
 
 def balance(server: BalancedServer) -> dict[str, Any]:

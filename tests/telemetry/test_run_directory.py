@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -27,12 +28,10 @@ from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.run_directory import (
     RunDirectory,
     find_run,
-    is_running,
     name_of_run,
+    process_of_run,
     remove_abandoned,
-    remove_run_directories,
-    run_directory,
-    run_directory_of_port,
+    remove_when_left,
     running_run_directories,
 )
 
@@ -45,27 +44,22 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
-    with run_directory(8000) as path:
-        assert path == run_directory_of_port(8000)
-        assert path.stat().st_mode & 0o777 == 0o700
-        (path / "ring-0").write_bytes(b"x")
-    assert list(shared_memory.iterdir()) == []
-    with pytest.raises(KeyError), run_directory(8000):
-        raise KeyError
+    directory = RunDirectory.create("8000")
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    (directory.path / "ring-0").write_bytes(b"x")
+    directory.leave()
     assert list(shared_memory.iterdir()) == []
 
 
-def test_two_servers_on_one_port_collide(shared_memory: Path) -> None:
-    with run_directory(8000) as first, run_directory(8001) as second:
-        with (
-            pytest.raises(ConfigError, match=r"port 8000 is running already.*another --port"),
-            run_directory(8000),
-        ):
-            pass
-        assert first.exists()
-        assert second.exists()
-    with run_directory(8000):
-        pass
+def test_two_runs_of_one_name_collide(shared_memory: Path) -> None:
+    first, second = RunDirectory.create("8000"), RunDirectory.create("8001")
+    with pytest.raises(ConfigError, match="belongs to a run of this user already"):
+        RunDirectory.create("8000")
+    assert first.path.exists()
+    assert second.path.exists()
+    first.leave()
+    RunDirectory.create("8000").leave()
+    second.leave()
 
 
 def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
@@ -77,8 +71,8 @@ def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
     (shared_memory / f"{mine}-file").touch()
     foreign = shared_memory / "ultraep-99999999-8000"
     foreign.mkdir()
-    with run_directory(8000) as path:
-        assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
+    path = RunDirectory.create("8000").path
+    assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
 
 
 def test_entries_of_others_are_left_alone(
@@ -88,24 +82,23 @@ def test_entries_of_others_are_left_alone(
     held = RunDirectory.create("held")
     target = shared_memory / "mine"
     target.mkdir(mode=0o700)
-    link = run_directory_of_port(8001)
+    link = module._path_of("8001")
     link.symlink_to(target)
-    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8001):
-        pass
+    with pytest.raises(ConfigError, match="not a directory of this user's"):
+        RunDirectory.create("8001")
     with pytest.raises(ConfigError, match="cannot be used"):
         RunDirectory.join("8001")
     assert running_run_directories() == [held.path]
 
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    foreign = run_directory_of_port(8002)  # of this process's user, who is another one now
+    foreign = module._path_of("8002")  # of this process's user, who is another one now
     foreign.mkdir(mode=0o700)
     lock = os.open(foreign, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     assert running_run_directories() == []
-    assert not is_running(8002)
-    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8002):
-        pass
+    with pytest.raises(ConfigError, match="not a directory of this user's"):
+        RunDirectory.create("8002")
     with pytest.raises(ConfigError, match="cannot be used"):
         RunDirectory.join("8002")
     os.close(lock)
@@ -162,52 +155,44 @@ def test_the_last_process_to_leave_removes_it(shared_memory: Path) -> None:
 
 def test_deleting_files_frees_nothing(shared_memory: Path) -> None:
     """Some start scripts delete all files in shared memory."""
-    with run_directory(8000) as path:
-        (path / "ring-0").touch()
-        for file in path.iterdir():
-            file.unlink()
-        with run_directory(8001):
-            assert running_run_directories() == [path, run_directory_of_port(8001)]
-        shutil.rmtree(path)
-        with run_directory(8000) as again:
-            assert again == path
+    directory = RunDirectory.create("8000")
+    (directory.path / "ring-0").touch()
+    for file in directory.path.iterdir():
+        file.unlink()
+    other = RunDirectory.create("8001")
+    assert running_run_directories() == [directory.path, other.path]
+    shutil.rmtree(directory.path)
+    again = RunDirectory.create("8000")
+    assert again.path == directory.path
+    for each in (directory, other, again):
+        each.leave()
     assert list(shared_memory.iterdir()) == []
 
 
-def test_the_first_process_removes_what_killed_ranks_left(shared_memory: Path) -> None:
-    mine = RunDirectory.create(name_of_run(123, 1))
-    other = RunDirectory.create(name_of_run(1234, 1))
-    os.close(mine._lock)  # as when its process is killed
-    remove_run_directories(123, 0.0)
+def test_a_run_is_removed_when_its_last_rank_is_gone(shared_memory: Path) -> None:
+    """And those of which all ranks were killed at once."""
+    mine, killed, other = (RunDirectory.create(name_of_run(n, 1)) for n in (123, 124, 1234))
+    os.close(killed._lock)
+    remove_when_left(mine.path, 0.3)  # still held
+    assert set(shared_memory.iterdir()) == {mine.path, other.path}
+    os.close(mine._lock)
+    remove_when_left(mine.path, 60.0)
     assert list(shared_memory.iterdir()) == [other.path]
-    began = time.monotonic()
-    remove_run_directories(1234, 0.3)  # still held
-    assert time.monotonic() - began >= 0.3
-    assert list(shared_memory.iterdir()) == [other.path]
+    killed._lock = mine._lock = -1
     other.leave()
 
 
 def test_containers_that_share_memory_do_not_collide(
     shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same user, port and process id, in other networks and process namespaces."""
-    with run_directory(8000) as first:
-        mine = RunDirectory.create(name_of_run(1, 7))
-        with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(module, "_network_namespace", lambda: 7)
-            elsewhere.setattr(module, "process_namespace", lambda: 8)
-            assert not is_running(8000)
-            with run_directory(8000) as second:
-                assert second == run_directory_of_port(8000) != first
-                assert is_running(8000)
-                with pytest.raises(ConfigError, match="running already"), run_directory(8000):
-                    pass
-            began = time.monotonic()
-            remove_run_directories(1, 60.0)  # of its own process 1
-            assert time.monotonic() - began < 60
-        assert mine.path.exists()
-        assert run_directory_of_port(8000) == first
-        mine.leave()
+    """The same process id in another namespace of processes."""
+    mine = RunDirectory.create(name_of_run(1, 7))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(module, "process_namespace", lambda: 8)
+        assert name_of_run(1, 7) not in mine.path.name
+        assert process_of_run(mine.path) is None
+    assert process_of_run(mine.path) == 1
+    mine.leave()
 
 
 def test_a_fork_does_not_hold_the_directory_of_a_killed_process(shared_memory: Path) -> None:
@@ -227,6 +212,19 @@ def test_a_fork_does_not_hold_the_directory_of_a_killed_process(shared_memory: P
     os.waitpid(child, 0)
     for descriptor in (read, is_forked, says):
         os.close(descriptor)
+
+
+def test_a_server_is_found_by_its_port(shared_memory: Path) -> None:
+    """Its first process listens there; another one's run has another name."""
+    mine = RunDirectory.create(name_of_run(os.getpid(), 1))
+    other = RunDirectory.create(name_of_run(1, 1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert find_run(port=port) == mine.path
+    with pytest.raises(NoServerError, match=f"answers on port {port}"):
+        find_run(port=port)
+    mine.leave()
+    other.leave()
 
 
 def test_several_servers_are_listed_with_what_tells_them_apart(shared_memory: Path) -> None:

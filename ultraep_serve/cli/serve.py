@@ -1,22 +1,16 @@
-"""`ultraep-serve ENGINE MODEL [flags]`: the engine's server with balancing on and the sidecar."""
+"""`ultraep-serve ENGINE MODEL [flags]`: checks, adds our setting, and becomes the engine."""
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import replace
+import os
 from typing import Any
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_file_flag, given_settings
+from ultraep_serve.engines.common.launch import EngineCommand
 from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.launcher.sidecar import sidecar_command
-from ultraep_serve.launcher.supervisor import EngineCommand, supervise
-from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
-from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import why_not_listen
-from ultraep_serve.telemetry.run_directory import is_running, run_directory
-from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
 __all__ = ["LAUNCHERS", "add_arguments", "checked_command", "run"]
@@ -45,9 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
+    """Become the engine. Raises UltraEPError for what cannot be started."""
     config, sidecar = given_settings(arguments, "sidecar-")
-    return _serve(arguments, config, sidecar)
+    command = checked_command(arguments, config, sidecar)
+    for line in command.said:
+        say(line)
+    program, *_ = command.arguments
+    os.execve(program, command.arguments, command.environment)
 
 
 def checked_command(
@@ -55,56 +53,15 @@ def checked_command(
 ) -> EngineCommand:
     """How the engine is to be started. Raises UltraEPError for what cannot be started."""
     launch, flags = LAUNCHERS[arguments.command], arguments.engine_flags
-    parsed = launch.parse_engine_flags(flags)
-    command: EngineCommand = launch.engine_command(arguments.model, flags, config.policy)
-    if is_running(parsed.port):
-        raise ConfigError(
-            f"a balanced server on port {parsed.port} is running already; stop it or choose "
-            "another --port"
-        )
-    if command.url is not None:
-        _check_port(parsed.host, parsed.port, "--port")
-    if _has_sidecar(arguments, config):
-        _check_port(sidecar.host, sidecar.port_beside(parsed.port), "--sidecar-port")
+    port = sidecar.port_beside(launch.parse_engine_flags(flags).port)
+    has_sidecar = config.policy is not Policy.OFF and not arguments.no_sidecar
+    config = config.replace(sidecar=sidecar.replace(port=port) if has_sidecar else None)
+    command: EngineCommand = launch.engine_command(arguments.model, flags, config)
+    if command.address is not None:
+        _check_port(*command.address, "--port")
+    if has_sidecar:
+        _check_port(sidecar.host, port, "--sidecar-port")
     return command
-
-
-def _has_sidecar(arguments: argparse.Namespace, config: BalanceConfig) -> bool:
-    return config.policy is not Policy.OFF and not arguments.no_sidecar
-
-
-def _serve(arguments: argparse.Namespace, config: BalanceConfig, sidecar: SidecarSettings) -> int:
-    command = checked_command(arguments, config, sidecar)
-    parsed = LAUNCHERS[arguments.command].parse_engine_flags(arguments.engine_flags)
-    sidecar_port = sidecar.port_beside(parsed.port)
-    with run_directory(parsed.port) as run_path:
-        config = config.replace(run_dir=str(run_path))
-        files = RunFiles(run_path)
-        files.write_config(config.to_json())
-        if command.tuned is not None and config.policy is not Policy.OFF:
-            tuned = link_tuned_kernels(command.tuned, config.slots, files.tuned)
-            command = replace(command, environment={**command.environment, **tuned})
-        if command.binding is not None:
-            started_with = child_environment(config.to_json(), command.environment)
-            _say_all(command.binding.lines(started_with.get(command.binding.variable)))
-        _say_all(command.said)
-        beside = None
-        if _has_sidecar(arguments, config):
-            beside = sidecar_command(config, sidecar, sidecar_port)
-            _announce(sidecar.host, sidecar_port, files)
-        return supervise(command, config, beside)
-
-
-def _say_all(lines: Iterable[str]) -> None:
-    for line in lines:
-        say(line)
-
-
-def _announce(host: str, port: int, files: RunFiles) -> None:
-    say(
-        f"sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
-        f"control token in {files.token}"
-    )
 
 
 def _check_port(host: str, port: int, flag: str) -> None:

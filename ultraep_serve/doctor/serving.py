@@ -2,14 +2,14 @@
 
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.launch import count_experts
-from ultraep_serve.errors import UltraEPError, UnsupportedError
-from ultraep_serve.sidecar.direct import status_reader
+from ultraep_serve.errors import NoServerError, UnsupportedError
+from ultraep_serve.sidecar.direct import ServerStatus, status_reader
 from ultraep_serve.system.topology import locate
-from ultraep_serve.telemetry.run_directory import is_running
 
 __all__ = ["check_flags", "check_hosts", "check_model", "check_server"]
 
@@ -65,10 +65,11 @@ def check_server(subject: Subject) -> list[Finding]:
     """How a running server answers and balances; nothing where it is to be started."""
     if subject.port is None or subject.refusal is not None:
         return []
-    if not is_running(subject.port):
-        seen = f"no balanced server of this user runs on port {subject.port}"
-        return [warning("server", seen, "start one, or run this as the user who did")]
-    return [_engine_health(subject.port), _readiness(subject.port)]
+    try:
+        read = status_reader(subject.port)
+    except NoServerError as reason:
+        return [warning("server", str(reason), "or run this as the user who started it")]
+    return [_engine_health(subject.port), _readiness(read)]
 
 
 def _engine_health(port: int) -> Finding:
@@ -86,13 +87,9 @@ def _engine_health(port: int) -> Finding:
         return error("server", seen, "wait until the model is loaded; then read the engine's log")
 
 
-def _readiness(port: int) -> Finding:
+def _readiness(read: Callable[[], ServerStatus]) -> Finding:
     """What `ultraep-serve status` says of the ranks."""
-    name = "balancing"
-    try:
-        found = status_reader(port)()
-    except UltraEPError as reason:
-        return error(name, str(reason), "read the engine's log")
+    name, found = "balancing", read()
     shown = "; ".join(f"{rank}: {reason}" for rank, reason in found.reasons.items())
     if not found.ready:
         remedy = "read the engine's log for that rank; restart the server"

@@ -1,6 +1,5 @@
-"""The sidecar's process, as the launcher starts it, or a run's primary rank where there is none."""
+"""The sidecar's process, which a run's primary rank starts beside it."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,21 +9,11 @@ from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import why_not_listen
 
-__all__ = ["sidecar_command", "start_beside_rank"]
-
-
-def sidecar_command(
-    config: BalanceConfig, settings: SidecarSettings, port: int, parent: int | None = None
-) -> list[str]:
-    """Arguments that serve ``config``'s run directory on ``port``, as long as ``parent`` lives."""
-    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
-    command += ["--host", settings.host, "--port", str(port)]
-    command += ["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else []
-    return command if parent is None else [*command, "--parent", str(parent)]
+__all__ = ["start_beside_rank"]
 
 
 def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
-    """Start the sidecar as a child of this rank, with which it ends, on any core.
+    """Start the sidecar of ``config``'s run directory, which ends with this rank.
 
     Raises ConfigError where it cannot listen, or where its packages are not installed.
     """
@@ -38,9 +27,10 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
             f"the sidecar cannot listen on {settings.host}:{port} ({reason}); choose another "
             'with "sidecar": {"port": N}'
         )
-    child = subprocess.Popen(
-        sidecar_command(config, settings, port, os.getpid()),
-        stdin=subprocess.DEVNULL,
-    )
-    with contextlib.suppress(OSError):  # engines pin ranks to a few cores
-        os.sched_setaffinity(child.pid, range(os.cpu_count() or 1))
+    subprocess.run(_command(config, settings, port), stdin=subprocess.DEVNULL, check=True)
+
+
+def _command(config: BalanceConfig, settings: SidecarSettings, port: int) -> list[str]:
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
+    command += ["--host", settings.host, "--port", str(port), "--parent", str(os.getpid())]
+    return command + (["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else [])

@@ -22,7 +22,8 @@ from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.machine import why_not_listen
-from ultraep_serve.telemetry.run_directory import find_run, remove_abandoned
+from ultraep_serve.system.topology import is_process_alive
+from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
@@ -30,13 +31,14 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5  # between looks at the parent
+_LEAVE_SECONDS = 600.0  # for other ranks to be gone after the parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``run``."""
     run_dir = "the server's run directory (default: that of the only server on this machine)"
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
-    parent = "end when this process is no longer the parent, and remove what it left"
+    parent = "end with this process, and remove what it left"
     parser.add_argument("--parent", type=int, metavar="PID", help=parent)
     add_file_flag(parser)
     SidecarSettings.add_flags(parser)
@@ -52,11 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
     _limit_heaps()
     set_up_logging()
     if arguments.parent is not None:
-        os.setpgrp()  # no signals of the engine's terminal, but its session: see start_child
+        _stand_apart()
     serve(run_dir, settings, control_token(run_dir), arguments.parent)
     if arguments.parent is not None:
-        remove_abandoned()  # by killed ranks; those that end by themselves leave nothing
+        remove_when_left(run_dir, _LEAVE_SECONDS)
     return 0
+
+
+def _stand_apart() -> None:
+    """Take no signals of the engine's terminal, and any core: engines pin ranks to a few.
+
+    The session stays the engine's: Linux may share cores out by session, and a process of another
+    one would wait while ranks compute all the time.
+    """
+    os.setpgrp()
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def serve(
@@ -65,7 +78,7 @@ def serve(
     token: str | None = None,
     parent: int | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, or until the process ``parent`` is no longer the parent.
+    """Serve until SIGINT or SIGTERM, or until the process ``parent`` is gone.
 
     Port 0 is a free one, which is logged.
 
@@ -100,8 +113,8 @@ def _give_way() -> None:
 
 
 def _end_with(parent: int, server: uvicorn.Server) -> None:
-    """Return, and stop serving, when ``parent`` is no longer the parent of this process."""
-    while os.getppid() == parent:
+    """Return, and stop serving, when the process ``parent`` is gone."""
+    while is_process_alive(parent):
         time.sleep(_LOOK_SECONDS)
     _LOGGER.info("process %d, which started this sidecar, has ended", parent)
     server.should_exit = True

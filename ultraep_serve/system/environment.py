@@ -15,11 +15,13 @@ __all__ = [
     "CONFIG_VARIABLE",
     "TOKEN_VARIABLE",
     "child_environment",
+    "claim_first_process",
     "config_text",
     "control_token_from_environment",
     "engine_variable",
     "first_process",
     "keep_config",
+    "set_engine_variable",
     "share_with_ray_workers",
 ]
 
@@ -52,16 +54,25 @@ def engine_variable(variable: str) -> str | None:
     return os.environ.get(variable)
 
 
-def first_process() -> int:
-    """Process id of the engine's first process; those that it starts as workers agree.
+def set_engine_variable(variable: str, value: str) -> None:
+    """Set the engine's own ``variable`` in this process."""
+    os.environ[variable] = value
 
-    It is the first one that asks. Who starts engines through ``multiprocessing`` does not ask, and
-    the engine is then no worker of its own, whatever that process was started with.
+
+def claim_first_process() -> None:
+    """Have this process be the engine's first one, unless one above it is; to be called at start.
+
+    Who starts engines through ``multiprocessing`` does not call this, and the engine is then no
+    worker of its own, whatever that process was started with.
     """
     named = os.environ.get(_FIRST_PROCESS_VARIABLE, "")
     if multiprocessing.parent_process() is None or not (named.isdecimal() and _is_above(named)):
-        os.environ[_FIRST_PROCESS_VARIABLE] = named = str(os.getpid())
-    return int(named)
+        os.environ[_FIRST_PROCESS_VARIABLE] = str(os.getpid())
+
+
+def first_process() -> int:
+    """Process id of the engine's first process; those that it starts as workers agree."""
+    return int(os.environ.get(_FIRST_PROCESS_VARIABLE, os.getpid()))
 
 
 def _is_above(named: str) -> bool:

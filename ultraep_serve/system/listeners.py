@@ -4,24 +4,31 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["listener"]
+__all__ = ["listener", "listening_processes"]
 
 _LISTENING = "0A"
 
 
-def listener(port: int, proc: Path = Path("/proc")) -> str | None:
-    """Process id and command of who listens on TCP ``port``; None where that is not to be seen.
+def listening_processes(port: int, proc: Path = Path("/proc")) -> list[int]:
+    """Ids of the processes that listen on TCP ``port``, as far as that is to be seen.
 
     Processes of other users show their sockets to root alone, those of other containers to nobody.
     """
     wanted = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
-    if not wanted:
-        return None
-    for process in proc.glob("[0-9]*"):
+    found = []
+    for process in proc.glob("[0-9]*") if wanted else ():
         with suppress(OSError):  # it has ended, or is another user's
             if any(_target(link) in wanted for link in (process / "fd").iterdir()):
-                command = (process / "comm").read_text(errors="replace").strip()
-                return f"process {process.name} ({command})"
+                found.append(int(process.name))
+    return found
+
+
+def listener(port: int, proc: Path = Path("/proc")) -> str | None:
+    """Process id and command of who listens on TCP ``port``; None where that is not to be seen."""
+    for process in listening_processes(port, proc):
+        with suppress(OSError):
+            command = (proc / str(process) / "comm").read_text(errors="replace").strip()
+            return f"process {process} ({command})"
     return None
 
 

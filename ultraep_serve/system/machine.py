@@ -18,7 +18,6 @@ __all__ = [
     "free_port",
     "groups_sessions",
     "is_here",
-    "killed_for_memory",
     "why_not_listen",
 ]
 
@@ -97,17 +96,6 @@ def _free_in_group(group: Path) -> int | None:
             counters = dict(line.split() for line in lines)
             return max(0, free + int(counters.get(cache, 0)))
     return None
-
-
-def killed_for_memory(control_groups: Path = _CONTROL_GROUPS) -> int:
-    """How many processes of this one's control groups the kernel has killed for want of memory."""
-    killed = 0
-    for group in _own_control_groups(control_groups):
-        for counters in ("memory.events", "memory.oom_control"):  # versions 2 and 1
-            with suppress(OSError, ValueError, IndexError):
-                words = (group / counters).read_text().split()
-                killed += int(words[words.index("oom_kill") + 1])
-    return killed
 
 
 def free_port() -> int:

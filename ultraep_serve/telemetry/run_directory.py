@@ -1,15 +1,15 @@
 """The directory in shared memory that the processes of one run share.
 
-The launcher makes one, named after the server's port; ranks that were started without a launcher
-make one themselves. It belongs to the processes that hold its lock, which is on the directory
-itself: deleting files in it frees nothing. A directory whose lock is free is left over from a run
-that was killed; the next start removes it.
+The ranks of a host make one. It belongs to the processes that hold its lock, which is on the
+directory itself: deleting files in it frees nothing. A directory whose lock is free is left over
+from a run that was killed; its sidecar or the next start removes it.
 """
 
 import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import time
@@ -19,7 +19,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ultraep_serve.errors import ConfigError, NoServerError, RingError, SharedMemoryError
-from ultraep_serve.system.files import open_own_directory, open_regular
+from ultraep_serve.system.files import open_own_directory
+from ultraep_serve.system.listeners import listening_processes
 from ultraep_serve.system.topology import process_namespace
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingHeader
@@ -29,17 +30,14 @@ __all__ = [
     "SHARED_MEMORY",
     "RunDirectory",
     "find_run",
-    "is_running",
     "name_of_run",
+    "process_of_run",
     "remove_abandoned",
-    "remove_run_directories",
-    "run_directory",
-    "run_directory_of_port",
+    "remove_when_left",
     "running_run_directories",
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
-_NETWORK_FILE = "network"  # the number of the network namespace whose port a run is named after
 _START = "start one with `ultraep-serve vllm MODEL` (or sglang)"
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
 
@@ -107,58 +105,6 @@ _held: "weakref.WeakSet[RunDirectory]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
-def run_directory_of_port(port: int) -> Path:
-    """Where the launcher of the server on ``port`` of this user keeps its directory."""
-    return _path_of(_name_of_port(port))
-
-
-def _name_of_port(port: int) -> str:
-    """Containers that share memory may have ports of their own: where the name is that of a server
-    in another network, it is followed by the number of this one.
-    """
-    number = str(_network_namespace())
-    own = f"{port}-{number}"
-    is_other = _network_of(_path_of(str(port))) not in ("", number)
-    return own if is_other or _path_of(own).exists() else str(port)
-
-
-def _network_of(path: Path) -> str:
-    """The number of the network namespace that the run is in; empty where that is not known."""
-    try:
-        with os.fdopen(open_regular(path / _NETWORK_FILE), "rb") as file:
-            return file.read(32).decode("ascii", errors="replace")
-    except OSError:
-        return ""
-
-
-def _network_namespace() -> int:
-    """Which network's ports this process sees; 0 where that is not known."""
-    try:
-        return os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return 0
-
-
-@contextlib.contextmanager
-def run_directory(port: int) -> Iterator[Path]:
-    """A fresh run directory (mode 0700) for the server on ``port``, removed at the end.
-
-    Raises ConfigError when a server of this user already runs there.
-    """
-    try:
-        directory = RunDirectory.create(_name_of_port(port))
-    except ConfigError as error:
-        raise ConfigError(
-            f"a balanced server on port {port} is running already ({error}); "
-            "stop it or choose another --port"
-        ) from None
-    try:
-        (directory.path / _NETWORK_FILE).write_text(str(_network_namespace()))
-        yield directory.path
-    finally:
-        directory.leave()
-
-
 def running_run_directories() -> list[Path]:
     """Directories of this user's runs, sorted by name."""
     with _one_start_at_a_time():
@@ -176,13 +122,12 @@ def find_run(run_dir: Path | None = None, port: int | None = None) -> Path:
         return run_dir
     running = running_run_directories()
     if port is not None:
-        path = run_directory_of_port(port)
-        if path not in running:
+        processes = listening_processes(port)
+        running = [path for path in running if process_of_run(path) in processes]
+        if not running:
             raise NoServerError(
-                f"no balanced server of this user was started by ultraep-serve on port {port} of "
-                f"this machine; {_START}"
+                f"no balanced server of this user answers on port {port} of this machine; {_START}"
             )
-        return path
     if not running:
         raise NoServerError(f"no balanced server of this user runs on this machine; {_START}")
     if len(running) > 1:
@@ -220,40 +165,32 @@ def _first_header(path: Path) -> RingHeader | None:
 
 
 def name_of_run(process: int, number: int) -> str:
-    """Name of a run without a launcher: its first process, and a random ``number`` of 63 bits.
+    """Name of a run: its first process, and a random ``number`` of 63 bits.
 
     Process ids alone are not unique where containers share memory: their namespace is named too.
     """
-    return f"{_runs_of(process)}{number:016x}"
+    return f"p{process}-{process_namespace():x}-{number:016x}"
 
 
-def _runs_of(process: int) -> str:
-    return f"p{process}-{process_namespace():x}-"
+def process_of_run(path: Path) -> int | None:
+    """The first process of a run; None where that is in another namespace of processes."""
+    found = re.fullmatch(rf"p(\d+)-{process_namespace():x}-.*", path.name[len(_path_of("").name) :])
+    return int(found[1]) if found else None
 
 
-def remove_run_directories(process: int, seconds: float) -> None:
-    """Remove those of ``process``'s runs as soon as nobody holds them, within ``seconds``."""
+def remove_when_left(path: Path, seconds: float) -> None:
+    """Remove a run directory as soon as nobody holds it, within ``seconds``; and abandoned ones."""
     deadline = time.monotonic() + seconds
-    while left := _own(_runs_of(process)):
-        with contextlib.suppress(SharedMemoryError), _one_start_at_a_time():
-            for path in left:
-                if not _is_held(path):
-                    shutil.rmtree(path, ignore_errors=True)
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.1)
+    with contextlib.suppress(SharedMemoryError):
+        while path in running_run_directories() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        remove_abandoned()
 
 
 def remove_abandoned() -> None:
     """Remove what killed runs of this user left."""
     with _one_start_at_a_time():
         _remove_abandoned()
-
-
-def is_running(port: int) -> bool:
-    """Whether a balanced server of this user holds the run directory of ``port``."""
-    with _one_start_at_a_time():
-        return _is_held(run_directory_of_port(port))
 
 
 @contextlib.contextmanager

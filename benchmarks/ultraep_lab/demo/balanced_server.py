@@ -31,7 +31,7 @@ from ultraep_lab.progress import Progress
 from ultraep_serve.errors import ConfigError, ServerError
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.machine import free_port
-from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
@@ -96,7 +96,7 @@ class BalancedServer:
     @property
     def run_path(self) -> Path:
         """Its run directory."""
-        return run_directory_of_port(self.port)
+        return find_run(port=self.port)
 
     def set_policy(self, policy: Policy) -> None:
         """Put ``policy`` in force from the next batch on."""

@@ -1,32 +1,42 @@
 """What the launch files of all engines share; imports no engine."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.guard import PLUGIN, left_out
+from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.files import read_object
 
 __all__ = [
+    "EngineCommand",
     "EngineFlags",
     "RankCount",
     "allocator",
-    "caches_every_token",
     "check_experts",
-    "context_length",
+    "check_plugin",
     "count_experts",
-    "local_url",
+    "experts_of",
     "package_folder",
 ]
 
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_PARTLY_CACHED_KEYS = (
-    *("sliding_window", "layer_types", "attention_chunk_size", "full_attention_interval"),
-    *("linear_attn_config", "attn_type_list", "hybrid_override_pattern", "mamba_num_heads"),
-)
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """What this process is to become; made by an engine's adapter."""
+
+    arguments: list[str]  # of the engine's own server
+    environment: dict[str, str]  # defaults; the user's own win
+    address: tuple[str, int] | None  # where it will listen; None: this host has ranks alone
+    said: Sequence[str] = ()  # what was chosen for the user, a line each
 
 
 class EngineFlags(argparse.ArgumentParser):
@@ -51,38 +61,52 @@ class RankCount(NamedTuple):
         return self.total // self.stages
 
 
-def check_experts(model: str, engine: str, num_ranks: int | None) -> None:
+def check_plugin(engine: str, group: str) -> None:
+    """Refuse to start ``engine`` ("vllm" or "sglang") where it would not load this package.
+
+    ``group`` of its entry points. Raises ConfigError.
+    """
+    if not entry_points(group=group, name=PLUGIN):
+        raise ConfigError(
+            f"{group} does not register {PLUGIN}: the engine would not load it; install "
+            "ultraep-serve with pip into the engine's own environment"
+        )
+    if problem := left_out(engine):
+        raise ConfigError(problem)
+
+
+def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int | None) -> None:
     """Refuse a local checkpoint that names no experts, or none that divide evenly over ranks.
 
     ``num_ranks`` None: not known before the engine has read its own file of flags. A model that is
     not local is checked when it is loaded. Raises UnsupportedError, and ConfigError where its
     configuration cannot be read.
     """
-    config = _configuration(model)
-    if config is None:
+    found = _configuration(model)
+    if found is None:
         return
-    experts = _count_experts(config)
+    experts = experts_of(found)
     if experts is None:
         raise UnsupportedError(
-            f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
+            f"{model} is not a Mixture-of-Experts model ({found.get('architectures')}); "
             f"serve it with --policy off, or with {engine} itself",
             otherwise="",
         )
-    if num_ranks and experts % num_ranks:
+    if num_ranks and experts % num_ranks and config.on_unsupported == "error":
         raise UnsupportedError(
             f"{experts} experts do not divide evenly over {num_ranks} ranks; choose a number of "
             "ranks that divides them",
-            otherwise=POLICY_OFF,
         )
 
 
 def count_experts(model: str) -> int | None:
     """Routed experts of a layer, of a local model; None: not known. Raises ConfigError."""
     config = _configuration(model)
-    return None if config is None else _count_experts(config)
+    return None if config is None else experts_of(config)
 
 
-def _count_experts(config: Mapping[str, Any]) -> int | None:
+def experts_of(config: Mapping[str, Any]) -> int | None:
+    """Routed experts of a layer, by a model's configuration; None: it names none."""
     nested = [value for value in config.values() if isinstance(value, dict)]
     found = (part.get(key) for part in [config, *nested] for key in _EXPERT_KEYS)
     return next((number for number in found if isinstance(number, int) and number > 0), None)
@@ -96,38 +120,6 @@ def allocator() -> dict[str, str]:
     """
     found = map(find_library, ("tcmalloc_minimal", "tcmalloc"))
     return {"LD_PRELOAD": name} if (name := next(filter(None, found), None)) else {}
-
-
-def context_length(model: str, chosen: str | None) -> int | None:
-    """Tokens of the longest request: as ``chosen`` by the user, else what a local model allows.
-
-    None: that is not known before the model is loaded, or the engine is to choose it.
-    """
-    if chosen is not None:
-        return int(chosen) if chosen.isdecimal() else None
-    try:
-        config = _configuration(model) or {}
-    except ConfigError:  # which the engine says when it loads the model
-        return None
-    nested = config.get("text_config")
-    found = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def caches_every_token(model: str) -> bool:
-    """Whether each layer of a local model keeps keys and values of all tokens; False: unknown.
-
-    Layers with a window, and those with a state instead, keep less.
-    """
-    try:
-        config = _configuration(model)
-    except ConfigError:
-        return False
-    if config is None:
-        return False
-    nested = config.get("text_config")
-    part = nested if isinstance(nested, dict) else config
-    return not any(part.get(key) for key in _PARTLY_CACHED_KEYS)
 
 
 def _configuration(model: str) -> dict[str, Any] | None:
@@ -146,10 +138,3 @@ def package_folder(name: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{name} is no package here")
     return Path(spec.submodule_search_locations[0])
-
-
-def local_url(host: str, port: int, certificate: str | None) -> str:
-    """Where a server bound to ``host`` answers on this machine; with a ``certificate`` by TLS."""
-    name = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    scheme = "https" if certificate else "http"
-    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"

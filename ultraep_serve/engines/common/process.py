@@ -1,8 +1,7 @@
-"""What is left to do when an engine's first process ends: tidy up, and say why it did not come up.
+"""Why an engine did not come up is said once more where its log ends.
 
-Ranks are processes of the engine's own, which kills them without asking. What they raise is
-followed in its log by the errors of the processes that waited for them. So the process that was
-started first removes their run directory, and says the reason once more.
+What a rank raises is followed in the log by the errors of the processes that waited for it. So the
+process that was started first says the reason again when it ends.
 """
 
 import contextlib
@@ -14,16 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ultraep_serve.errors import FabricError, UltraEPError
-from ultraep_serve.system.environment import first_process
+from ultraep_serve.system.environment import claim_first_process, first_process
 from ultraep_serve.system.files import open_regular
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.topology import is_process_alive
-from ultraep_serve.telemetry.run_directory import remove_run_directories
 
-__all__ = ["repeated_at_exit", "tidy_up_at_exit"]
+__all__ = ["repeat_at_exit", "repeated_at_exit"]
 
 _MAX_BYTES = 1 << 16
-_SECONDS = 10.0  # for ranks to be gone after the engine has ended them
 
 
 class _AtExit:
@@ -33,14 +30,15 @@ class _AtExit:
 _at_exit = _AtExit()
 
 
-def tidy_up_at_exit() -> None:
+def repeat_at_exit() -> None:
     """Have the process that was started first do the above when it ends.
 
     Finalizers run last created first, so the engine, which is started later, has ended its ranks
     by then. ``atexit`` would call this while they live.
     """
+    claim_first_process()
     if first_process() == os.getpid():
-        weakref.finalize(_at_exit, _tidy_up)
+        weakref.finalize(_at_exit, _repeat)
         _remove_stale_reasons()
 
 
@@ -66,8 +64,7 @@ def _leave(error: UltraEPError) -> None:
             file.write(str(error))
 
 
-def _tidy_up() -> None:
-    remove_run_directories(os.getpid(), _SECONDS)
+def _repeat() -> None:
     path = _path(os.getpid())
     with contextlib.suppress(OSError):
         with os.fdopen(open_regular(path), "rb") as file:

@@ -1,6 +1,6 @@
 """How the ranks of a run find each other: which host each is on, and a run directory per host.
 
-A launcher gives its ranks a run directory. Without one, the primary rank of each host makes it, and
+The primary rank of each host makes a run directory, and
 starts the sidecar beside it where that is asked for.
 """
 

@@ -26,6 +26,7 @@ from ultraep_serve.engines.common.rendezvous import (
     meet,
     wait_for_all,
 )
+from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import SelfCheckError, UltraEPError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.samples import Sampled
@@ -132,6 +133,9 @@ class BalancedLayers:
         self._run_path, self._pipeline, self._engine = config.run_path, pipeline, own.engine
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
+        if layers[0][0].device.type == "cuda":
+            tuned = RunFiles(self._run_path).tuned
+            use_tuned_kernels(self._engine, shape.num_slots, tuned)
         self._num_layers = len(layers)
         backend = make_backend(layers[0][0].device, setup)
         for parameters in layers:

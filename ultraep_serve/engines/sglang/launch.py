@@ -1,34 +1,24 @@
-"""How to start SGLang's OpenAI server; imports nothing of SGLang until it runs.
-
-    python -m ultraep_serve.engines.sglang.launch --model-path MODEL [engine flags]
-
-is SGLang's own server, with what it needs to run and to be balanced checked beforehand.
-"""
+"""How to start SGLang's OpenAI server; imports nothing of SGLang."""
 
 import argparse
 import os
-import runpy
 import sys
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.engines.common.launch import (
+    EngineCommand,
     EngineFlags,
     RankCount,
     allocator,
     check_experts,
-    context_length,
-    local_url,
-    package_folder,
+    check_plugin,
 )
 from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
-from ultraep_serve.launcher.binding import CoreBinding
-from ultraep_serve.launcher.supervisor import EngineCommand
-from ultraep_serve.launcher.tuned_kernels import TunedKernels
+from ultraep_serve.launcher.cores import cores_of_ranks
+from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.types import Policy
 
@@ -41,10 +31,10 @@ __all__ = [
 ]
 
 DEFAULT_PORT = 30000
-_THIS_MODULE = "ultraep_serve.engines.sglang.launch"
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
 _GROUP = "sglang.srt.plugins"
-_CPU_CACHE_TOKENS = 32768  # each rank would otherwise take the machine's memory for its own
+_CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
@@ -52,7 +42,6 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser = EngineFlags(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--ssl-certfile")
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
     parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
@@ -60,7 +49,6 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--device")
     parser.add_argument("--attention-backend")
     parser.add_argument("--max-total-tokens")
-    parser.add_argument("--context-length")
     parser.add_argument("--ep-dispatch-algorithm")
     parser.add_argument("--moe-a2a-backend", default="none")
     parser.add_argument("--cuda-graph-config")
@@ -75,8 +63,8 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(flags)[0]
 
 
-def engine_command(model: str, flags: list[str], policy: Policy) -> EngineCommand:
-    """Command and environment that serve ``model`` with SGLang's own ``flags``.
+def engine_command(model: str, flags: list[str], config: BalanceConfig) -> EngineCommand:
+    """Command and environment that serve ``model`` with SGLang's own ``flags``, and ``config``.
 
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
     """
@@ -86,45 +74,37 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             "deploy/setup_sglang_cpu.py"
         )
     parsed = parse_engine_flags(flags)
-    if policy is not Policy.OFF:
-        check_experts(model, "SGLang", None if parsed.config else parsed.tp_size)
-        if not parsed.config:
-            _check_parallelism(parsed)
-        if problem := unmet(parsed, _CONFLICTS):
-            raise UnsupportedError(problem, otherwise=POLICY_OFF)
     on_cpu = _is_for_cpu(parsed)
-    num_ranks = count_ranks(parsed).here
-    cache_tokens = max(_CPU_CACHE_TOKENS, context_length(model, parsed.context_length) or 0)
-    binding, said = None, []
-    if policy is not Policy.OFF and not on_cpu:
-        said += require_fit_packages("sglang")
-    if on_cpu:
-        if not parsed.max_total_tokens:
-            said.append(f"KV cache of {cache_tokens} tokens; --max-total-tokens sets it")
-        binding = CoreBinding.here("SGLANG_CPU_OMP_THREADS_BIND", num_ranks * parsed.dp_size)
+    _check(model, parsed, config, on_cpu)
+    environment, said = _on_cpu(parsed) if on_cpu else ({}, [])
+    if config.policy is not Policy.OFF and not on_cpu:
+        said = require_fit_packages("sglang")
+    if os.path.isdir(model):
+        environment["HF_HUB_OFFLINE"] = "1"
+    more = _cpu_flags(parsed) if on_cpu else _gpu_flags(parsed, config.policy)
+    program = [sys.executable, "-m", "sglang.launch_server"]
     return EngineCommand(
-        arguments=[
-            sys.executable,
-            "-m",
-            _THIS_MODULE,
-            "--model-path",
-            model,
-            *flags,
-            *(_cpu_flags(parsed, cache_tokens) if on_cpu else _gpu_flags(parsed, policy)),
-        ],
-        # hosts without a server answer there too
-        url=local_url(parsed.host, parsed.port, parsed.ssl_certfile),
-        num_ranks=num_ranks,
-        environment=_environment(model, binding),
-        binding=binding,
-        said=tuple(said),
-        tuned=None if on_cpu else TunedKernels("SGLANG_MOE_CONFIG_DIR", _tuned_folder()),
+        arguments=[*program, "--model-path", model, *flags, *more],
+        environment=child_environment(config.to_json(), environment),
+        address=(parsed.host, parsed.port),  # hosts without a server answer there too
+        said=said,
     )
 
 
-def _tuned_folder() -> Path:
-    """Return the folder of which SGLang takes ``configs/triton_VERSION``."""
-    return package_folder("sglang") / "srt" / "layers" / "moe" / "moe_runner" / "triton_utils"
+def _check(model: str, parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> None:
+    if on_cpu and (missing := [name for name in _NEEDED_ON_CPU if find_spec(name) is None]):
+        raise ConfigError(
+            f"SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
+            "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
+        )
+    if config.policy is Policy.OFF:
+        return
+    check_plugin("sglang", _GROUP)
+    check_experts(model, "SGLang", config, None if parsed.config else parsed.tp_size)
+    if not parsed.config:
+        _check_parallelism(parsed)
+    if problem := unmet(parsed, _CONFLICTS):
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
@@ -170,7 +150,7 @@ def _is_for_cpu(parsed: argparse.Namespace) -> bool:
     return not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd"))
 
 
-def _cpu_flags(parsed: argparse.Namespace, cache_tokens: int) -> list[str]:
+def _cpu_flags(parsed: argparse.Namespace) -> list[str]:
     """What a plain CPU machine needs, where the user did not choose."""
     chosen = []
     if not parsed.device:
@@ -178,7 +158,7 @@ def _cpu_flags(parsed: argparse.Namespace, cache_tokens: int) -> list[str]:
     if not parsed.attention_backend:
         chosen += ["--attention-backend", "torch_native"]
     if not parsed.max_total_tokens:
-        chosen += ["--max-total-tokens", str(cache_tokens)]
+        chosen += ["--max-total-tokens", _CPU_CACHE_TOKENS]
     return chosen
 
 
@@ -198,46 +178,17 @@ def _gpu_flags(parsed: argparse.Namespace, policy: Policy) -> list[str]:
     return chosen
 
 
-def _environment(model: str, binding: CoreBinding | None) -> dict[str, str]:
-    """Defaults that SGLang needs on a plain CPU machine, and that users need not know."""
-    environment = {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
-    if binding is None:
-        return environment
-    environment |= allocator()
-    environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    environment[binding.variable] = binding.setting
-    environment["OMP_NUM_THREADS"] = str(len(binding.ranks[0].cpus))
-    return environment
+def _on_cpu(parsed: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Variables that ranks on CPUs need where the user did not choose, and what is said.
 
-
-def main() -> None:
-    """Run SGLang's server with this process's arguments."""
-    if parse_engine_flags(sys.argv[1:]).device == "cpu":
-        _require_cpu_modules()
-    if BalanceConfig.from_environment() is not None:
-        _require_plugin()
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-
-
-def _require_cpu_modules() -> None:
-    if missing := [name for name in _NEEDED_ON_CPU if find_spec(name) is None]:
-        sys.exit(
-            f"ultraep: error: SGLang imports {' and '.join(missing)}, which have no CPU build; "
-            "set up an environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
-        )
-
-
-def _require_plugin() -> None:
-    """End the process if SGLang would not load this plugin, which it does not say itself."""
-    if not entry_points(group=_GROUP, name=PLUGIN):
-        sys.exit(
-            f"ultraep: error: this package is installed without its entry point in {_GROUP}; "
-            "install it anew: pip install '.[sglang]' in a checkout, on CPU "
-            "deploy/setup_sglang_cpu.py"
-        )
-    if problem := left_out("sglang"):
-        sys.exit(f"ultraep: error: {problem}")
-
-
-if __name__ == "__main__":
-    main()
+    SGLang binds each rank to a NUMA node, and does not start more ranks than there are.
+    """
+    environment = {**allocator(), "SGLANG_USE_CPU_ENGINE": "1"}
+    said = []
+    if cores := cores_of_ranks(count_ranks(parsed).here * parsed.dp_size):
+        environment[_CORES] = "|".join(",".join(map(str, cpus)) for cpus in cores)
+        environment["OMP_NUM_THREADS"] = str(len(cores[0]))
+        said.append(f"ranks compute on the cores {environment[_CORES]}; {_CORES} sets them")
+    if not parsed.max_total_tokens:
+        said.append(f"KV cache of {_CPU_CACHE_TOKENS} tokens; --max-total-tokens sets it")
+    return environment, said

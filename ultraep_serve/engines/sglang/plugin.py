@@ -28,10 +28,10 @@ def register() -> None:
         config = BalanceConfig.from_environment()
         if config is None:
             return
-        from ultraep_serve.engines.common.process import tidy_up_at_exit
+        from ultraep_serve.engines.common.process import repeat_at_exit
         from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 
-        tidy_up_at_exit()
+        repeat_at_exit()
         try:
             from ultraep_serve.engines.sglang.hooks import install
         except (ImportError, AttributeError) as error:

@@ -8,29 +8,26 @@ module that starts servers has no headless mode. Verified with 0.32 and 0.33.
 """
 
 import argparse
-import math
+import json
 import os
 import sys
 from importlib import metadata
 from importlib.util import find_spec
 
-from ultraep_serve.costs.kv_cache import kv_bytes_per_token
-from ultraep_serve.engines.common.guard import left_out
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.guard import SETTING
 from ultraep_serve.engines.common.launch import (
+    EngineCommand,
     EngineFlags,
     RankCount,
     allocator,
-    caches_every_token,
     check_experts,
-    context_length,
-    local_url,
-    package_folder,
+    check_plugin,
 )
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
-from ultraep_serve.launcher.binding import CoreBinding
-from ultraep_serve.launcher.supervisor import EngineCommand
-from ultraep_serve.launcher.tuned_kernels import TunedKernels
-from ultraep_serve.system.environment import engine_variable
+from ultraep_serve.launcher.cores import cores_of_ranks
+from ultraep_serve.system.environment import child_environment, engine_variable
+from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.types import Policy
@@ -44,9 +41,11 @@ __all__ = [
 ]
 
 DEFAULT_PORT = 8000
+_GROUP = "vllm.general_plugins"  # of entry points
 _HEADLESS = "ultraep_serve.engines.vllm.launch"
-_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
-_GIB = 1 << 30
+_ADDITIONAL = "--additional-config"
+_CACHE = "--kv-cache-memory-bytes"
+_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
@@ -68,8 +67,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--enable-dbo", action="store_true")
     parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")
-    parser.add_argument("--max-model-len")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--gpu-memory-utilization")
     parser.add_argument("--config")
     return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
 
@@ -80,14 +78,34 @@ def _with_dashes(flag: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else flag
 
 
-def engine_command(model: str, flags: list[str], policy: Policy) -> EngineCommand:
-    """Command and environment that serve ``model`` with vLLM's own ``flags``.
+def engine_command(model: str, flags: list[str], config: BalanceConfig) -> EngineCommand:
+    """Command and environment that serve ``model`` with vLLM's own ``flags``, and ``config``.
 
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
     """
     if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed here; pip install '.[vllm]' in a checkout")
     parsed = parse_engine_flags(flags)
+    ranks = count_ranks(parsed)
+    _check(model, parsed, ranks, config)
+    # where this host has the server alone, no rank computes here
+    on_cpu = _is_cpu_build() and ranks.here
+    more, environment, said = _on_cpu(parsed, ranks.here) if on_cpu else ([], {}, [])
+    if config.policy is not Policy.OFF and not _is_cpu_build():
+        said = require_fit_packages("vllm")
+    if os.path.isdir(model):
+        environment["HF_HUB_OFFLINE"] = "1"
+    program = _HEADLESS if parsed.headless else "vllm.entrypoints.openai.api_server"
+    flags = _with_setting([*flags, *more], config)
+    return EngineCommand(
+        arguments=[sys.executable, "-m", program, "--model", model, *flags],
+        environment=child_environment(None, environment),
+        address=None if parsed.headless else (parsed.host, parsed.port),
+        said=said,
+    )
+
+
+def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) -> None:
     if parsed.data_parallel_multi_port_external_lb:
         raise UnsupportedError(
             "with --data-parallel-multi-port-external-lb every rank has a server and a port of its "
@@ -95,36 +113,33 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             """--additional-config '{"ultraep": {"sidecar": {}}}'""",
             otherwise="",
         )
-    ranks = count_ranks(parsed)
-    if policy is not Policy.OFF:
-        if problem := left_out("vllm"):
-            raise ConfigError(problem)
-        check_experts(model, "vLLM", None if parsed.config else ranks.in_stage)
-        if not parsed.config:
-            _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
-        _check_conflicts(parsed)
-    binding = None
-    if _is_cpu_build() and ranks.here:  # none where this host has the server alone
-        binding = CoreBinding.here("VLLM_CPU_OMP_THREADS_BIND", ranks.here)
-    environment, said = _environment(model, parsed, binding)
-    if policy is not Policy.OFF and not _is_cpu_build():
-        said += tuple(require_fit_packages("vllm"))
-    return EngineCommand(
-        arguments=[
-            sys.executable,
-            "-m",
-            _HEADLESS if parsed.headless else "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
-            *flags,
-        ],
-        url=None if parsed.headless else local_url(parsed.host, parsed.port, parsed.ssl_certfile),
-        num_ranks=ranks.here,
-        environment=environment,
-        tuned=None if _is_cpu_build() else _tuned_kernels(parsed),
-        binding=binding,
-        said=said,
-    )
+    if config.policy is Policy.OFF:
+        return
+    check_plugin("vllm", _GROUP)
+    check_experts(model, "vLLM", config, None if parsed.config else ranks.in_stage)
+    if not parsed.config:
+        _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+    _check_conflicts(parsed)
+
+
+def _with_setting(flags: list[str], config: BalanceConfig) -> list[str]:
+    """``flags`` with our settings among those in vLLM's setting for plug-ins."""
+    if any(flag.startswith(f"{_ADDITIONAL}.") for flag in map(_with_dashes, flags)):
+        raise ConfigError(f"{_ADDITIONAL}.KEY is not understood; write {_ADDITIONAL} '{{...}}'")
+    parser = EngineFlags(add_help=False, allow_abbrev=False)
+    parser.add_argument(_ADDITIONAL, "--additional_config", dest="given", default="{}")
+    parsed, others = parser.parse_known_args(flags)
+    given = parse_object(parsed.given, _ADDITIONAL)
+    if SETTING in given:
+        raise ConfigError(
+            f"{_ADDITIONAL} holds settings of {SETTING!r}, which are flags of this command; use "
+            "them, or start vLLM itself"
+        )
+    return [
+        *others,
+        _ADDITIONAL,
+        json.dumps({**given, SETTING: config.model_dump(mode="json", exclude_defaults=True)}),
+    ]
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
@@ -175,56 +190,30 @@ def _check_conflicts(parsed: argparse.Namespace) -> None:
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
-def _environment(
-    model: str, parsed: argparse.Namespace, binding: CoreBinding | None
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Defaults that vLLM needs on a plain CPU machine, and what users are told of them."""
-    environment = {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
-    if binding is None:
-        return environment, ()
-    environment |= allocator()
-    if binding.has_node_per_rank:  # vLLM's own binding and cache do the rest
-        return environment, ()
-    environment[binding.variable] = binding.setting
-    if parsed.kv_cache_memory_bytes or engine_variable(_CACHE_VARIABLE):
-        return environment, ()
-    size, room = _cache_size(model, parsed, len(binding.ranks))
-    environment[_CACHE_VARIABLE] = str(size)
-    said = f"KV cache of {size} GiB on each rank, {room}; --kv-cache-memory-bytes sets it"
-    return environment, (said,)
+def _on_cpu(
+    parsed: argparse.Namespace, num_ranks: int
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Flags and variables that ranks on CPUs need where the user did not choose; what is said.
 
-
-def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple[int, str]:
-    """GiB of each rank's KV cache where ranks share a node's memory, and what it has room for.
-
-    vLLM would size it as if the memory were one rank's own. Each rank is taken to cache all heads,
-    as with data parallelism. All caches take half of the free memory at most. Raises ConfigError
-    where that is too little even if ranks divide the heads: vLLM would refuse it after loading.
+    vLLM binds each rank to a NUMA node, and takes most of that node's memory for its KV cache.
+    Where there are more ranks than nodes it starts with neither.
     """
-    tokens = context_length(model, parsed.max_model_len)
-    try:
-        of_token = kv_bytes_per_token(model)
-    except ConfigError:  # not here, or of another form, which vLLM knows
-        tokens = None
-    if tokens is None:
-        return 1, "as the model's context is not known before it is loaded"
-    of_token *= 2 if parsed.dtype in ("float", "float32") else 1
-    most = (available_memory() or sys.maxsize) // (2 * num_ranks * _GIB)
-    size = max(1, min(most, math.ceil(tokens * of_token / _GIB)))
-    room = size * _GIB // of_token
-    fits = room * parsed.tensor_parallel_size
-    if fits < tokens and caches_every_token(model):
-        raise ConfigError(
-            f"one request may have {tokens} tokens, and half of the free memory holds the KV cache "
-            f"of {fits}; add --max-model-len {fits}, or choose the cache's size with "
-            f"--kv-cache-memory-bytes or {_CACHE_VARIABLE}"
-        )
-    return size, f"room for {room} tokens (one request may have {tokens})"
-
-
-def _tuned_kernels(parsed: argparse.Namespace) -> TunedKernels:
-    folder = package_folder("vllm") / "model_executor" / "layers" / "fused_moe" / "configs"
-    return TunedKernels("VLLM_TUNED_CONFIG_FOLDER", folder, count_micro_batches(parsed))
+    environment = allocator()
+    cores = cores_of_ranks(num_ranks)
+    if not cores:
+        return [], environment, []
+    environment[_CORES] = "|".join(",".join(map(str, cpus)) for cpus in cores)
+    said = [f"ranks compute on the cores {environment[_CORES]}; {_CORES} sets them"]
+    memory = available_memory()
+    chosen = parsed.kv_cache_memory_bytes or parsed.gpu_memory_utilization
+    if memory is None or chosen or engine_variable("VLLM_CPU_KVCACHE_SPACE"):
+        return [], environment, said
+    size = memory // (2 * num_ranks)
+    said.append(
+        f"each rank has a KV cache of {size / (1 << 30):.1f} GiB, so all of them half of the free "
+        f"memory; {_CACHE} sets it"
+    )
+    return [_CACHE, str(size)], environment, said
 
 
 def _is_cpu_build() -> bool:

@@ -9,7 +9,7 @@ import sys
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
-from ultraep_serve.engines.common.process import tidy_up_at_exit
+from ultraep_serve.engines.common.process import repeat_at_exit
 from ultraep_serve.engines.common.requirements import why_not_loaded
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import share_with_ray_workers
@@ -35,7 +35,7 @@ def register() -> None:
             raise
         raise SystemExit(f"ultraep: error: {error}") from error
     share_with_ray_workers()
-    tidy_up_at_exit()
+    repeat_at_exit()
     try:
         from ultraep_serve.engines.vllm.routed_experts import substitute
 

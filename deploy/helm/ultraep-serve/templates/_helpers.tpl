@@ -18,7 +18,7 @@ enableServiceLinks: false  # vLLM reads variables named VLLM_*
 terminationGracePeriodSeconds: 60
 securityContext:
   runAsNonRoot: true
-  runAsUser: 10001  # engine and sidecar: ranks write records that only their user reads
+  runAsUser: 10001
   runAsGroup: 10001
   fsGroup: 10001
   seccompProfile:
@@ -41,7 +41,7 @@ volumes:
   - name: shared-memory
     emptyDir:
       medium: Memory
-      sizeLimit: {{ .Values.sharedMemory }}  # counts against the containers' memory
+      sizeLimit: {{ .Values.sharedMemory }}  # counts against the container's memory
   - name: model
     persistentVolumeClaim:
       claimName: {{ .Values.model.claim }}
@@ -125,7 +125,7 @@ capabilities:
 - --tensor-parallel-size={{ $ranks }}
 - --enable-expert-parallel
 {{- end }}
-- {{ gt (int .Values.hosts) 1 | ternary "--sidecar-host=0.0.0.0" "--no-sidecar" }}
+- --sidecar-host=0.0.0.0
 {{- range .Values.flags }}
 - {{ . | quote }}
 {{- end }}

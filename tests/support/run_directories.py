@@ -1,0 +1,23 @@
+"""The run directory of a server that this process stands in for."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
+from ultraep_serve.telemetry.run_files import RunFiles
+
+__all__ = ["run_directory"]
+
+
+@contextmanager
+def run_directory(number: int = 0, config: BalanceConfig | None = None) -> Iterator[Path]:
+    """One that this process holds; ``number`` tells several of them apart."""
+    directory = RunDirectory.create(name_of_run(os.getpid(), number))
+    RunFiles(directory.path).write_config((config or BalanceConfig()).to_json())
+    try:
+        yield directory.path
+    finally:
+        directory.leave()
