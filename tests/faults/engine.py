@@ -115,7 +115,8 @@ def main() -> None:
     fork = multiprocessing.get_context("fork")
     together = fork.Barrier(NUM_RANKS)
     ranks = [
-        fork.Process(target=_rank, args=(r, board, config, together)) for r in range(NUM_RANKS)
+        fork.Process(target=_rank, args=(r, board, config, together), daemon=True)
+        for r in range(NUM_RANKS)
     ]
     for rank in ranks:
         rank.start()

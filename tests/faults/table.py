@@ -23,6 +23,9 @@ for _what in PROCESSES:
     for _how in ("no memory", "no room in files", "no descriptors"):
         _first = "ends" if _what == "server" else NONE
         EXPECTED[_what, _how] = (_first, "on", "on", "on", "ends")
+# It answers only when all have loaded.
+EXPECTED["server", "no memory"] = ("ends", "ends", "on", "on", "ends")
+EXPECTED["server", "no descriptors"] = ("ends", "ends", "on", "on", "ends")
 # A rank that cannot write is not heard, and one of those that load is given up.
 EXPECTED["rank", "no room in files"] = (NONE, "ends", "told", "told", "ends")
 EXPECTED["rank", "no descriptors"] = (NONE, "ends", "on", "on", "ends")

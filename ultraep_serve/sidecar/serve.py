@@ -7,10 +7,10 @@ import ipaddress
 import logging
 import os
 import secrets
+import select
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 import uvicorn
@@ -22,7 +22,6 @@ from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.machine import why_not_listen
-from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -30,7 +29,6 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.5  # between looks at the parent
 _LEAVE_SECONDS = 600.0  # for other ranks to be gone after the parent
 
 
@@ -98,7 +96,8 @@ def serve(
         _give_way()
         server = uvicorn.Server(config)
         if parent is not None:
-            threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
+            watched = _watched(parent)
+            threading.Thread(target=_end_with, args=(watched, server), daemon=True).start()
         server.run(sockets=[listener])
 
 
@@ -112,11 +111,19 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
-def _end_with(parent: int, server: uvicorn.Server) -> None:
-    """Return, and stop serving, when the process ``parent`` is gone."""
-    while is_process_alive(parent):
-        time.sleep(_LOOK_SECONDS)
-    _LOGGER.info("process %d, which started this sidecar, has ended", parent)
+def _watched(process: int) -> int | None:
+    """A descriptor that can be read when ``process`` has ended; None: it has."""
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        return None
+
+
+def _end_with(parent: int | None, server: uvicorn.Server) -> None:
+    """Stop serving when the process that ``parent`` watches has ended."""
+    if parent is not None:
+        select.select([parent], [], [])
+    _LOGGER.info("the rank that started this sidecar has ended")
     server.should_exit = True
 
 
