@@ -1,5 +1,6 @@
 """What the SGLang adapter accepts on GPUs, and what it refuses; one process."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
     from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -27,8 +29,8 @@ with warnings.catch_warnings():
 
     from ultraep_serve.engines.sglang import checks, group, hooks, launch, plugin, quantised
 
-from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
-
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -268,24 +270,27 @@ def test_tensors_outside_sglangs_rule_are_refused(as_parameter: bool) -> None:
 def test_server_is_started_with_what_balancing_needs(flags: list[str], added: list[str]) -> None:
     ranks = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
     for policy, expected in ((Policy.QUOTA, added), (Policy.OFF, [])):
-        command = launch.engine_command("some/model", [*ranks, *flags], policy)
+        command = launch.engine_command(
+            "some/model", [*ranks, *flags], BalanceConfig(policy=policy)
+        )
         assert command.arguments[-len([*ranks, *flags, *expected]) :] == [*ranks, *flags, *expected]
 
 
 def test_without_deepep_the_expert_ranks_must_be_given() -> None:
     with pytest.raises(UnsupportedError, match="--ep-size 1 below --tp-size 4"):
-        launch.engine_command("some/model", ["--device", "cuda", "--tp-size", "4"], Policy.QUOTA)
+        launch.engine_command("m", ["--device", "cuda", "--tp-size", "4"], BalanceConfig())
 
 
-def test_its_tuned_kernels_are_found_for_experts_and_slots(tmp_path: Path) -> None:
-    flags = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
-    tuned = launch.engine_command("some/model", flags, Policy.QUOTA).tuned
-    assert tuned is not None
-    given = link_tuned_kernels(tuned, 2, tmp_path)
-    assert given == {"SGLANG_MOE_CONFIG_DIR": str(tmp_path)}  # fused_moe_triton_config reads it
-    own = {path.relative_to(tuned.folder) for path in tuned.folder.glob("configs/triton_*/E=64,*")}
+def test_its_tuned_kernels_are_found_for_experts_and_slots(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", "")  # put back in any case
+    use_tuned_kernels("sglang", 2, tmp_path)
+    assert os.environ["SGLANG_MOE_CONFIG_DIR"] == str(tmp_path)  # fused_moe_triton_config reads it
+    folder = Path(fused_moe_triton_config.__file__).parent
+    own = {path.relative_to(folder) for path in folder.glob("configs/triton_*/E=64,*")}
     assert own
     for name in own:
-        assert (tmp_path / name).read_text() == (tuned.folder / name).read_text()
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
         more = name.with_name(name.name.replace("E=64,", "E=66,"))
         assert (tmp_path / more).exists()

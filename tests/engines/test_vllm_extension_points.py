@@ -32,12 +32,10 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import checks, launch, routed_experts
     from ultraep_serve.engines.vllm.warm_up import after_warm_up
 
-from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
-
 from ultraep_serve.doctor import versions
+from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.versions import VLLM_CPU
-from ultraep_serve.types import Policy
 
 PLATFORM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)  # an NVIDIA GPU
 
@@ -118,17 +116,12 @@ def test_the_end_of_a_workers_warm_up_is_noticed_once(
 def test_its_tuned_kernels_are_found_for_experts_and_slots(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
-    flags = ["-tp", "2", "-ep", "--enable-dbo"]
-    tuned = launch.engine_command("org/model", flags, Policy.QUOTA).tuned
-    assert tuned is not None
-    assert tuned.slot_sets == 2
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "")  # put back in any case
     rest = ",N=1280,device_name=NVIDIA_H100_80GB_HBM3.json"
     monkeypatch.setattr(fused_moe, "get_config_file_name", lambda experts, *_: f"E={experts}{rest}")
     look = fused_moe.get_moe_configs.__wrapped__  # it remembers what it found
     assert look(68, 1280, None) is None
-    for name, value in link_tuned_kernels(tuned, 2, tmp_path / "tuned").items():
-        monkeypatch.setenv(name, value)
+    use_tuned_kernels("vllm", 4, tmp_path / "tuned")
     assert look(68, 1280, None) == look(64, 1280, None) is not None
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.launched import answers
 
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
@@ -47,6 +46,14 @@ def environment(engine: str, **settings: Any) -> dict[str, str]:
     if engine == "sglang":
         made["ULTRAEP_CONFIG"] = json.dumps({**SETTINGS, **settings})
     return made
+
+
+def answers(url: str) -> bool:
+    """Whether a sidecar is there."""
+    try:
+        return httpx.get(f"{url}/healthz").is_success
+    except httpx.TransportError:
+        return False
 
 
 def is_removed(run_path: Path) -> bool:
