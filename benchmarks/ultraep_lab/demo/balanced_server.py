@@ -107,7 +107,11 @@ class BalancedServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, preexec_fn=_before_it_runs
+                self._command(),
+                env=self._environment(),
+                stdout=log,
+                stderr=log,
+                preexec_fn=_before_it_runs,
             )
         try:
             if self._serves:
@@ -129,6 +133,10 @@ class BalancedServer:
         ports = ["--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
         ours = [sys.executable, "-m", "ultraep_serve.cli", self._engine, self.model]
         return [*ours, *self._flags, *ports]
+
+    def _environment(self) -> dict[str, str] | None:
+        """Of the command; None: that of this process."""
+        return None
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
