@@ -1,6 +1,8 @@
 """`ultraep-serve status` and ``ultraep_serve.status``: the sidecar's figures without a sidecar."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from ultraep_serve.cli import status as command
 from ultraep_serve.errors import ConfigError, NoServerError
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.ring import RingState
-from ultraep_serve.telemetry.run_directory import RunDirectory
+from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
 from ultraep_serve.types import ExpertShape
 
 ROOT = Path(ultraep_serve.__file__).parents[1]
@@ -86,19 +88,21 @@ def test_the_server_that_runs_is_found(capsys: pytest.CaptureFixture[str]) -> No
     assert "ultraep-serve vllm MODEL" in printed.err
     with pytest.raises(NoServerError, match="start one"):
         ultraep_serve.status()
-    directory = RunDirectory.create("8000")
-    for words in (["status"], ["status", "--port", "8000"]):
-        assert main(words) == 1
-        assert "not ready: no ring can be read" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(NoServerError, match="no ring can be read"):
-        ultraep_serve.status()
-    run = SyntheticRun(directory.path, TWO_RANKS, 2)
-    run.batch()
-    assert main(["status"]) == 0
-    assert ultraep_serve.status()["num_ranks"] == ultraep_serve.status(port=8000)["num_ranks"] == 2
-    other = RunDirectory.create("8001")
-    assert main(["status"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 3
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        directory = RunDirectory.create(name_of_run(os.getpid(), 0))
+        for words in (["status"], ["status", "--port", str(port)]):
+            assert main(words) == 1
+            assert "not ready: no ring can be read" in " ".join(capsys.readouterr().out.split())
+        with pytest.raises(NoServerError, match="no ring can be read"):
+            ultraep_serve.status()
+        run = SyntheticRun(directory.path, TWO_RANKS, 2)
+        run.batch()
+        assert main(["status"]) == 0
+        other = RunDirectory.create(name_of_run(1, 0))
+        assert main(["status"]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 3
+        assert ultraep_serve.status(port=port)["num_ranks"] == 2
     run.close()
     other.leave()
     directory.leave()
