@@ -2,8 +2,8 @@
 
 Weights move only inside a domain, tokens go anywhere. A domain is all ranks of one host, or, where
 ``domain_size`` says so, a part of them or all ranks of several hosts. Ranks share a host when they
-share memory and process ids: a launcher's run directory where there is one, else ``/dev/shm`` and a
-process namespace.
+share memory and process ids: ``/dev/shm``, or a run directory that is given, and a process
+namespace.
 """
 
 import os

@@ -1,7 +1,7 @@
 """How the ranks of a run find each other: which host each is on, and a run directory per host.
 
-The primary rank of each host makes a run directory, and
-starts the sidecar beside it where that is asked for.
+The primary rank of each host makes the run directory, and starts the sidecar beside it where that
+is asked for.
 """
 
 import logging
@@ -88,7 +88,7 @@ def meet(
 ) -> BalanceConfig:
     """Return ``config`` with a run directory for all ranks of this host; all ranks together.
 
-    Without a launcher each host's primary rank makes one, which is gone with the host's last rank;
+    Each host's primary rank makes one, which is gone with the host's last rank;
     of several pipeline stages, whichever comes first, for all of them.
     Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
     """

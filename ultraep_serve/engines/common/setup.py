@@ -216,7 +216,7 @@ class BalancedLayers:
         return watch
 
     def mark_ready(self, logger: logging.Logger) -> None:
-        """Say that this rank balances: the launcher and the sidecar wait for it.
+        """Say that this rank balances; the sidecar waits for it.
 
         The operator reads in ``logger`` once per host what balances, and by which costs.
         """
