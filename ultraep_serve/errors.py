@@ -5,7 +5,6 @@ UltraEPError
 ├── UnsupportedError  the engine, model or layer cannot be balanced
 │   └── SelfCheckError  this machine does not compute what it should
 ├── DeviceError       the GPU's driver refused a call that should have worked
-├── EngineEndedError  the engine ended by itself: read its log, start it again
 ├── FabricError       ranks could not reach each other
 │   └── PeerTimeoutError  a rank stopped answering: restart the engine
 ├── RingError         a rank's ring is missing, damaged or of another version
@@ -34,7 +33,6 @@ __all__ = [
     "ConfigError",
     "ControlError",
     "DeviceError",
-    "EngineEndedError",
     "FabricError",
     "NoServerError",
     "OutputError",
@@ -97,10 +95,6 @@ class SelfCheckError(UnsupportedError):
 
 class DeviceError(UltraEPError):
     """The CUDA driver refused a call; the message names both. Look at the driver's log (dmesg)."""
-
-
-class EngineEndedError(UltraEPError):
-    """The engine's server ended without having been asked to; usually a rank was lost."""
 
 
 class FabricError(UltraEPError):
