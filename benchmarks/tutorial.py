@@ -45,9 +45,9 @@ def main() -> None:
             wait_for(lambda: "data" in printed("curl -s localhost:8000/v1/models"))
             samples |= asked(Path(folder))
         lines = log.read_text().splitlines()
-    ours = [line[line.index("ultraep:") :] for line in lines if "ultraep:" in line]
-    kept = ("balancing", "sidecar on", "self-check")
-    samples["log"] = "\n".join(line for line in ours if any(word in line for word in kept))
+    kept = r"ultraep: (?:balancing|self-check).*|sidecar on.*"
+    found = (re.search(kept, line) for line in lines)
+    samples["log"] = "\n".join(line[0] for line in found if line)
     for name, text in samples.items():
         print(f"--- {name}\n{text}")
     harness.write(args.json, {"samples": samples})
@@ -67,7 +67,7 @@ def asked(folder: Path) -> dict[str, str]:
     keys = "{imbalance, replicas, bytes_moved, batches}"
     samples["balance"] = printed(f"{SIDECAR}/v1/balance | jq -c '{keys}'")
     policy = 'curl -s -X POST localhost:8700/v1/control/policy -H "Authorization: Bearer $(cat '
-    policy += '/dev/shm/ultraep-$(id -u)-8000/token)" -H "Content-Type: application/json" -d '
+    policy += '/dev/shm/ultraep-$(id -u)-*/token)" -H "Content-Type: application/json" -d '
     samples["policy"] = printed(f"""{policy} '{{"policy": "off"}}'""")
     printed(f"""{policy} '{{"policy": "quota"}}'""")
     record = subprocess.Popen(command(f"ultraep-serve record --out {trace} --batches 4"), **PIPED)

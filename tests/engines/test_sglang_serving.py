@@ -136,7 +136,7 @@ def test_engine_that_would_not_load_the_plugin_is_not_started(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((*RANKS, "--policy", "best"), "must be 'off', 'quota', 'ideal'"),
+        ((*RANKS, "--policy", "best"), "must be 'off', 'quota' or 'ideal'"),
         ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
         ((), "--tp-size 2 --ep-size 2"),
         (("--tp-size", "2"), "--ep-size 1 below --tp-size 2"),

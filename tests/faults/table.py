@@ -26,8 +26,8 @@ for _what in PROCESSES:
 # It answers only when all have loaded.
 EXPECTED["server", "no memory"] = ("ends", "ends", "on", "on", "ends")
 EXPECTED["server", "no descriptors"] = ("ends", "ends", "on", "on", "ends")
-# A rank that cannot write is not heard, and one of those that load is given up.
-EXPECTED["rank", "no room in files"] = (NONE, "ends", "told", "told", "ends")
+# A rank that cannot write is not heard.
+EXPECTED["rank", "no room in files"] = (NONE, "told", "told", "told", "ends")
 EXPECTED["rank", "no descriptors"] = (NONE, "ends", "on", "on", "ends")
 for _how in ("deleted", "truncated", "overwritten", "a pipe"):
     # Others that load have not seen a ring without a name.
