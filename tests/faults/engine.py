@@ -1,6 +1,6 @@
 """A server and two ranks in an engine's place: they load, serve batches, follow the policy, end.
 
-    python -m tests.faults.engine BOARD PORT SIDECAR_PORT
+    python -m tests.faults.engine BOARD SIDECAR_PORT
 
 Ranks meet in every batch, and wait for each other as long as the engine's own collectives do. The
 server ends all where a rank is gone, and ranks end with the server, as engines have it. A stage has
@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.synchronize import Barrier
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -94,18 +93,8 @@ def _end(*_: object) -> None:
     raise SystemExit
 
 
-class _Healthy(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def main() -> None:
-    board, port, sidecar_port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    board, sidecar_port = Path(sys.argv[1]), int(sys.argv[2])
     patches = pytest.MonkeyPatch()
     patches.setattr(recorders, "HEARTBEAT_SECONDS", 0.5)
     config = BalanceConfig(timeout_seconds=2.0, sidecar={"port": sidecar_port})
@@ -121,12 +110,6 @@ def main() -> None:
     for rank in ranks:
         rank.start()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    while not all((board / f"serving-{rank}").exists() for rank in range(NUM_RANKS)):
-        if asked.wait(0.05) or not all(rank.is_alive() for rank in ranks):
-            break
-    else:
-        server = HTTPServer(("127.0.0.1", port), _Healthy)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
     while not asked.wait(0.1):
         if not all(rank.is_alive() for rank in ranks):
             for rank in ranks:

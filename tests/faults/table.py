@@ -23,21 +23,16 @@ for _what in PROCESSES:
     for _how in ("no memory", "no room in files", "no descriptors"):
         _first = "ends" if _what == "server" else NONE
         EXPECTED[_what, _how] = (_first, "on", "on", "on", "ends")
-# It answers only when all have loaded.
-EXPECTED["server", "no memory"] = ("ends", "ends", "on", "on", "ends")
-EXPECTED["server", "no descriptors"] = ("ends", "ends", "on", "on", "ends")
 # A rank that cannot write is not heard.
 EXPECTED["rank", "no room in files"] = (NONE, "told", "told", "told", "ends")
 EXPECTED["rank", "no descriptors"] = (NONE, "ends", "on", "on", "ends")
 for _how in ("deleted", "truncated", "overwritten", "a pipe"):
-    # Others that load have not seen a ring without a name.
-    EXPECTED["ring", _how] = (NONE, "ends", "told", "told", "ends")
+    EXPECTED["ring", _how] = (NONE, "told", "told", "told", "ends")
     EXPECTED["control page", _how] = (NONE, "told", "told", "told", "ends")
     for _what in ("settings", "token"):
         EXPECTED[_what, _how] = (NONE, "on", "on", "on", "ends")
-EXPECTED["ring", "truncated"] = (NONE, "told", "told", "told", "ends")
 EXPECTED["ring", "overwritten"] = (NONE, "on", "on", "on", "ends")  # by its writer, in turn
-EXPECTED["run directory", "deleted"] = (NONE, "ends", "told", "told", "ends")
+EXPECTED["run directory", "deleted"] = (NONE, "told", "told", "told", "ends")
 EXPECTED["clock", "back"] = EXPECTED["clock", "ahead"] = ("on", "on", "on", "on", "ends")
 EXPECTED["connections", "600 held open"] = (NONE, NONE, "on", "on", "ends")
 
