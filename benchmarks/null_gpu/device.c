@@ -79,7 +79,7 @@ API int null_gpu_attribute(int attribute) {
 typedef struct {
     char *at;
     size_t bytes;
-    int kind, device;
+    int kind, device, is_of_graph;
 } Range;
 static Range *ranges;
 static int number, room;
@@ -88,15 +88,16 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 API void null_gpu_note(void *at, size_t bytes, int kind) {
     pthread_mutex_lock(&lock);
     if (number == room) ranges = realloc(ranges, (room = 2 * room + 1024) * sizeof *ranges);
-    ranges[number++] = (Range){at, bytes, kind, current};
+    ranges[number++] = (Range){at, bytes, kind, current, null_gpu_is_capturing()};
     pthread_mutex_unlock(&lock);
 }
 
+/* What is allocated in a capture stays for the graph, as in the pool that PyTorch keeps for it. */
 API size_t null_gpu_forget(void *at) {
     size_t bytes = 0;
     pthread_mutex_lock(&lock);
     for (int n = 0; n < number && !bytes; n++)
-        if (ranges[n].at == at) bytes = ranges[n].bytes, ranges[n] = ranges[--number];
+        if (ranges[n].at == at && !ranges[n].is_of_graph) bytes = ranges[n].bytes, ranges[n] = ranges[--number];
     pthread_mutex_unlock(&lock);
     return bytes;
 }

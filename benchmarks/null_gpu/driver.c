@@ -212,8 +212,8 @@ API CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
 }
 
 /* What waits learns of a kernel that failed. */
-API CUresult cuCtxSynchronize(void) { return null_gpu_error(); }
-API CUresult cuStreamSynchronize(CUstream stream) { return null_gpu_error(); }
+API CUresult cuCtxSynchronize(void) { return null_gpu_wait(); }
+API CUresult cuStreamSynchronize(CUstream stream) { return null_gpu_wait(); }
 API CUresult cuStreamQuery(CUstream stream) { return null_gpu_error(); }
 API CUresult cuEventSynchronize(CUevent event) { return null_gpu_error(); }
 API CUresult cuEventQuery(CUevent event) { return null_gpu_error(); }

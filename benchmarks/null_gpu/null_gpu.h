@@ -26,7 +26,7 @@ int null_gpu_attribute(int attribute);
 
 /* Memory. */
 void *null_gpu_allocate(size_t bytes, int kind);
-int null_gpu_free(void *at); /* whether it was allocated */
+int null_gpu_free(void *at); /* whether it was given back */
 void null_gpu_note(void *at, size_t bytes, int kind);
 size_t null_gpu_forget(void *at);
 int null_gpu_kind(const void *at, int *device); /* 0 is no memory of ours */
@@ -54,6 +54,7 @@ double null_gpu_milliseconds(void);
 void null_gpu_begin_capture(void);
 Graph *null_gpu_end_capture(void);
 int null_gpu_is_capturing(void);
+int null_gpu_wait(void); /* for all that was launched: an error, or 0; none is allowed in a capture */
 void null_gpu_run_graph(Graph *graph);
 void null_gpu_free_graph(Graph *graph);
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ __all__ = ["LIBRARIES", "build"]
 FOLDER = Path(__file__).resolve().parent
 HEADERS = ("nvidia/cu13", "triton/backends/nvidia")
 OPTIONS = (
-    "-shared",
+    "-c",
     "-fPIC",
     "-O2",
     "-Wall",
@@ -78,25 +79,31 @@ def build(site: Path, target: Path, libraries: Sequence[Library] = LIBRARIES) ->
     The first one, the driver, needs Triton alone.
     """
     target.mkdir(parents=True, exist_ok=True)
-    return [_build(library, site, target) for library in libraries]
+    return [_build(library, site.resolve(), target.resolve()) for library in libraries]
 
 
 def _build(library: Library, site: Path, target: Path) -> Path:
-    made, script, stubs = target / library.file, target / "symbols.map", target / "stubs.c"
+    made = target / library.file
     included = [f"-I{site / folder / 'include'}" for folder in HEADERS]
+    compiling = ["gcc", *OPTIONS, *included]
+    linking = ["gcc", "-shared", "-o", str(made), f"-Wl,-soname,{library.file}"]
     others = [] if library.file == "libcuda.so.1" else [f"-L{target}", "-l:libcuda.so.1"]
-    script.write_text(f"{library.version} {{ global: *; }};\n" if library.version else "")
-    command = ["gcc", *OPTIONS, *included, "-o", made, f"-Wl,-soname,{library.file}"]
-    command += [f"-Wl,--version-script={script}"] if library.version else []
-    command += [FOLDER / source for source in library.sources]
-    subprocess.run([*command, *others, "-ldl", "-lpthread"], check=True)
-    if library.names:
-        missing = _names(site / library.names, included) - _symbols(made)
-        made_of = [VISIBLE, *(_stub(library, name) for name in sorted(missing))]
-        stubs.write_text("\n".join(made_of))
-        subprocess.run([*command, "-fno-builtin", stubs, *others, "-ldl", "-lpthread"], check=True)
-    script.unlink()
-    stubs.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=target) as folder:
+        work = Path(folder)
+        sources = [str(FOLDER / source) for source in library.sources]
+        subprocess.run([*compiling, *sources], cwd=work, check=True)
+        if library.names:
+            defined = set().union(*(_symbols(path) for path in work.glob("*.o")))
+            missing = sorted(_names(site / library.names, included) - defined)
+            stubs = work / "stubs.c"
+            stubs.write_text("\n".join([VISIBLE, *(_stub(library, name) for name in missing)]))
+            subprocess.run([*compiling, "-fno-builtin", stubs], cwd=work, check=True)
+        if library.version:
+            script = work / "symbols.map"
+            script.write_text(f"{library.version} {{ global: *; }};\n")
+            linking.append(f"-Wl,--version-script={script}")
+        objects = map(str, work.glob("*.o"))
+        subprocess.run([*linking, *objects, *others, "-ldl", "-lpthread"], check=True)
     return made
 
 
@@ -111,14 +118,15 @@ def _stub(library: Library, name: str) -> str:
 def _names(source: Path, included: list[str]) -> set[str]:
     """Functions that a header declares or a library exports."""
     if source.suffix != ".h":
-        return _symbols(source)
+        return _symbols(source, "--dynamic")
     command = ["gcc", "-E", "-P", *included, str(source)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return set(re.findall(r"\bCUresult\s+(cu\w+)\s*\(", text))
 
 
-def _symbols(library: Path) -> set[str]:
-    command = ["nm", "--dynamic", "--defined-only", str(library)]
+def _symbols(path: Path, *options: str) -> set[str]:
+    """That an object or, with the option "--dynamic", a library offers to others."""
+    command = ["nm", *options, "--defined-only", str(path)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     words = [line.split() for line in lines]
     names = {name.split("@")[0] for _, kind, name in words if kind in "TWi"}

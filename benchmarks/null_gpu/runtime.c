@@ -65,8 +65,8 @@ API Error cudaDeviceGetStreamPriorityRange(int *least, int *most) {
 API Error cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) { GIVE(pool, null_gpu_handle()); }
 API Error cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value) { GIVE((size_t *)value, 0); }
 /* What waits learns of a kernel that failed. */
-API Error cudaDeviceSynchronize(void) { return null_gpu_error(); }
-API Error cudaStreamSynchronize(cudaStream_t stream) { return null_gpu_error(); }
+API Error cudaDeviceSynchronize(void) { return null_gpu_wait(); }
+API Error cudaStreamSynchronize(cudaStream_t stream) { return null_gpu_wait(); }
 API Error cudaStreamQuery(cudaStream_t stream) { return null_gpu_error(); }
 API Error cudaEventSynchronize(cudaEvent_t event) { return null_gpu_error(); }
 API Error cudaEventQuery(cudaEvent_t event) { return null_gpu_error(); }

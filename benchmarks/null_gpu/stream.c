@@ -6,6 +6,7 @@
 #include <string.h>
 #include <time.h>
 
+#define CAPTURE_UNSUPPORTED 900 /* by CUDA's number */
 typedef struct Work {
     struct Work *next;
     void (*run)(void *);
@@ -37,6 +38,7 @@ API Graph *null_gpu_end_capture(void) {
     return graph;
 }
 API int null_gpu_is_capturing(void) { return captured != NULL; }
+API int null_gpu_wait(void) { return captured ? CAPTURE_UNSUPPORTED : null_gpu_error(); }
 API void null_gpu_run_graph(Graph *graph) {
     for (Work *work = graph->first; work; work = work->next) work->run(work->arguments);
 }

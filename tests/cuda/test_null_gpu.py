@@ -71,6 +71,27 @@ def test_a_graph_does_its_work_whenever_it_is_launched(driver: ctypes.CDLL) -> N
     driver.null_gpu_free_graph(graph)
 
 
+def test_what_is_allocated_in_a_capture_stays_for_the_graph(driver: ctypes.CDLL) -> None:
+    at = c_size_t()
+    driver.null_gpu_begin_capture()
+    assert driver.cuMemAlloc_v2(byref(at), c_size_t(16)) == 0
+    assert driver.cuMemsetD32Async(at, 7, c_size_t(4), None) == 0
+    driver.null_gpu_end_capture.restype = c_void_p
+    graph = c_void_p(driver.null_gpu_end_capture())
+    assert driver.cuMemFree_v2(at) == 0
+    driver.null_gpu_run_graph(graph)
+    assert list((c_int * 4).from_address(at.value)) == [7] * 4
+    driver.null_gpu_free_graph(graph)
+
+
+def test_nobody_waits_while_a_graph_is_captured(driver: ctypes.CDLL) -> None:
+    assert driver.cuStreamSynchronize(None) == 0
+    driver.null_gpu_begin_capture()
+    assert driver.cuStreamSynchronize(None) == 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    driver.null_gpu_end_capture.restype = c_void_p
+    driver.null_gpu_free_graph(c_void_p(driver.null_gpu_end_capture()))
+
+
 def test_a_kernel_that_is_handed_over_is_executed_and_others_are_not(driver: ctypes.CDLL) -> None:
     from tests.ptx.compiled import prepare
     from tests.ptx.machine import kernel_of
