@@ -21,7 +21,7 @@ def test_two_nodes_serve_the_same_tokens_and_balance_in_their_domains(
     """At the end the link between them is cut, which ends both."""
     with two_namespaces() as hosts:
         shared = [
-            *expert_parallel_flags("tensor", "float32", CONTEXT, "sglang")[4:],
+            *expert_parallel_flags("tensor", "float32", CONTEXT, "sglang", True)[4:],
             *("--tp-size", "4", "--ep-size", "4", "--nnodes", "2"),
             *("--dist-init-addr", f"{hosts.addresses[0]}:{free_port()}"),
         ]

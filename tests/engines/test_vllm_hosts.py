@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 def data_parallel(ranks_each: int, hosts: Hosts) -> tuple[list[str], list[str]]:
     """Flags of both hosts, and those of the second alone, which only has ranks."""
     shared = [
-        *expert_parallel_flags("data", "float32", CONTEXT)[2:],
+        *expert_parallel_flags("data", "float32", CONTEXT, prefix_cache=True)[2:],
         *("--data-parallel-size", str(2 * ranks_each)),
         *("--data-parallel-size-local", str(ranks_each)),
         *("--data-parallel-address", hosts.addresses[0]),

@@ -39,11 +39,6 @@ class Hosts:
         """Undo ``cut``."""
         _run("ip", "-n", self.names[0], "link", "set", self.link, "up")
 
-    def cut_one_way(self) -> None:
-        """The second host no longer receives what the first sends."""
-        # A route of the first host that drops; ARP goes on.
-        _run("ip", "-n", self.names[0], "route", "add", "blackhole", f"{self.addresses[1]}/32")
-
     def command(self, host: int, arguments: Sequence[str]) -> list[str]:
         """``arguments`` run on ``host``, with /dev/shm and host name of its own."""
         script = (
