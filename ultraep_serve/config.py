@@ -12,14 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import CONFIG_VARIABLE, config_text, keep_config
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.system.versions import NewerEngine
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, parse_speeds
 
 __all__ = [
     "SIDECAR_DISTANCE",

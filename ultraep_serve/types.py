@@ -4,6 +4,7 @@ Shape letters: R ranks, E logical experts, S replica slots per rank, L = E / R m
 T tokens of a batch, K experts per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -23,6 +24,7 @@ __all__ = [
     "TokenView",
     "VerificationCheck",
     "imbalance",
+    "parse_speeds",
 ]
 
 
@@ -88,3 +90,21 @@ def imbalance(rank_load: NDArray[np.integer], speeds: NDArray[np.integer] | None
     if speeds is None:
         return float(rank_load.max()) * rank_load.size / total
     return float((rank_load / speeds).max()) * int(speeds.sum()) / total
+
+
+def parse_speeds(
+    text: str, words: Sequence[str] = (SpeedSource.AUTO.value, SpeedSource.EQUAL.value)
+) -> tuple[float, ...]:
+    """Numbers of a setting like "1.0,0.6"; none for one of ``words``. Raises ValueError."""
+    if text in words:
+        return ()
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (0.0,)
+    if not all(0 < value <= 1 for value in values):
+        raise ValueError(
+            f"{text!r} must be {' or '.join(words)}, or one number per rank like 1.0,0.6, each "
+            "above 0 and at most 1"
+        )
+    return values

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from tests.support.virtual_ranks import VirtualRanks, make_ranks
-from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["BLOCK", "Compute", "ExpertKernel", "Masters", "Sizes", "kernel_layer", "make_masters"]

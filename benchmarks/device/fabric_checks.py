@@ -17,10 +17,10 @@ from tests.support.host_driver import HostDriver
 from tests.support.kernel_checks import require_equal
 from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.backend import LayerSlots
-from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
-from ultraep_serve.balance.cuda.slots import ALIGNMENT, DeviceSlotPool
+from ultraep_serve.balance.memory import Driver
+from ultraep_serve.balance.rendezvous import SocketRendezvous
+from ultraep_serve.balance.slots import ALIGNMENT, SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.types import Decision
@@ -79,7 +79,7 @@ class GroupSizes:
 def check_slots(bench: Bench, sizes: ExpertSizes) -> dict[str, Any]:
     """Two layers adopted: their masters, what lies behind them, and an unmodified grouped GEMM."""
     driver = bench.driver()
-    pool = DeviceSlotPool(driver, SLOTS, sizes.chunk_bytes)
+    pool = SlotPool(driver, SLOTS, sizes.chunk_bytes)
     layers, used = [], []
     for seed in range(LAYERS):
         masters = sizes.layer(seed, driver.device)
@@ -163,7 +163,7 @@ class _Member:
 
     rank: int
     experts: ExpertSizes
-    pool: DeviceSlotPool
+    pool: SlotPool
     layers: list[LayerSlots]
     fabric: DeviceFabric
     driver: Driver
@@ -172,16 +172,16 @@ class _Member:
     def join(cls, rank: int, run_path: Path, sizes: GroupSizes) -> "_Member":
         """Returns once all ranks have met."""
         driver, experts = Bench().driver(), sizes.experts
-        pool = DeviceSlotPool(driver, SLOTS, experts.chunk_bytes)
+        pool = SlotPool(driver, SLOTS, experts.chunk_bytes)
         layers = [
             pool.adopt(experts.layer(LAYERS * rank + layer, driver.device))
             for layer in range(LAYERS)
         ]
         chunks = layers[0].chunks.shape[0]
         limits = Limits(WIDTH, chunks, sizes.patience_ns, sizes.num_programs, sizes.num_programs)
-        rendezvous = SocketRendezvous(run_path, rank, RANKS, sizes.seconds)
+        rendezvous = SocketRendezvous(run_path, rank, range(RANKS), sizes.seconds)
         location = Location.on_one_host(rank, RANKS)
-        fabric = DeviceFabric(driver, pool, rendezvous, location, limits)
+        fabric = DeviceFabric(pool, rendezvous, location, limits)
         return cls(rank, experts, pool, layers, fabric, driver)
 
     def exchange(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:

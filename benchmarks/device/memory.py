@@ -11,7 +11,7 @@ from fabric_checks import (
 from report import Report
 
 from tests.support.bench import Bench
-from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 
 # Qwen3-235B's, 8 of 128 on a rank of 16
 EXPERTS = ExpertSizes(8, 4096, 1536, 256, MOST_CHUNK_BYTES)

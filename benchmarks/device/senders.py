@@ -28,7 +28,7 @@ from tests.support.virtual_ranks import (
     sends_of,
 )
 from ultraep_lab.machines import HARDWARE
-from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
 LINK_TARGET = 0.8  # of NVLink's nominal rate: stores and copy engines reach 0.80 to 0.87

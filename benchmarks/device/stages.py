@@ -10,7 +10,7 @@ from routes import Routes, make_routes
 from tests.support.bench import Bench
 from tests.support.kernel_checks import check_count_and_reroute, check_exchange, check_plan
 from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
-from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance

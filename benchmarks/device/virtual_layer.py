@@ -20,7 +20,7 @@ from tests.support.bench import Bench
 from tests.support.kernel_checks import require_equal
 from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
-from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
 __all__ = [

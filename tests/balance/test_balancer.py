@@ -12,8 +12,9 @@ from ultraep_kernels.contract import TIME
 from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import CHUNK_BYTES, GroupSetup, row_width
 from ultraep_serve.balance.host.balancer import HostBalancer
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.physical import forced_ids, identity_table
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
@@ -71,7 +72,7 @@ class Rig:
     ) -> None:
         self.fabric, self.notes = OtherRanks(), Notes()
         config = BalanceConfig(**{"min_batch_tokens": 8, **settings})
-        pool = HostSlotPool(SHAPE.num_replica_slots, CHUNK_BYTES)
+        pool = SlotPool(HostMemory(), SHAPE.num_replica_slots, CHUNK_BYTES)
         layers = [pool.adopt([torch.zeros(4, 6)]) for _ in range(LAYERS)]
         self.balancer = HostBalancer(
             GroupSetup(config, SHAPE, view, Location.on_one_host(0, SHAPE.num_ranks)),

@@ -14,7 +14,8 @@ from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
@@ -25,7 +26,7 @@ def join(rank: int, run_path: Path, seconds: float) -> HostFabric:
     """Four ranks in two domains of two."""
     location = Location(rank, RANKS, 2, 2)
     all_gather = HostAllGather(engine_group(run_path, rank, RANKS).on_host, seconds)
-    pool = HostSlotPool(0, 4096)
+    pool = SlotPool(HostMemory(), 0, 4096)
     path = host_path(run_path, location)
     return HostFabric(path, location, WIDTH, pool, 0, seconds, all_gather)
 
@@ -47,7 +48,7 @@ def exchange_many(rank: int, run_path: Path) -> int:
 
 def test_every_rank_gets_every_row(run_path: Path) -> None:
     assert run_ranks(exchange_many, RANKS, run_path) == [0] * RANKS
-    assert not list(run_path.glob("host-*/handshake-*"))
+    assert not list(run_path.glob("host-*/fabric-*"))
 
 
 def die(rank: int, run_path: Path) -> None:

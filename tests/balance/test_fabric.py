@@ -1,6 +1,5 @@
 """HostFabric between real processes: exchange, streaming, relays, layouts."""
 
-import json
 import time
 from pathlib import Path
 
@@ -13,12 +12,16 @@ from tests.support.moe import poison
 from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.errors import FabricError
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.system.topology import Location
 
 WIDTH, MASTERS, SLOTS, CHUNK = 12, 3, 2, 4096
 SIZES = (5000, 77)  # bytes per expert of two tensors
+
+
+def no_slots() -> SlotPool:
+    return SlotPool(HostMemory(), 0, CHUNK)
 
 
 def test_rows_of_thousands_of_epochs(run_path: Path) -> None:
@@ -35,7 +38,12 @@ def test_rows_between_more_ranks_than_cores(run_path: Path, num_ranks: int) -> N
 def exchange_many(rank: int, num_ranks: int, run_path: Path, epochs: int) -> int:
     """Wrong rows seen; rows of changing width, now and then a slow rank."""
     fabric = HostFabric(
-        run_path, Location.on_one_host(rank, num_ranks), WIDTH, HostSlotPool(0, CHUNK), 0, 20.0
+        run_path,
+        Location.on_one_host(rank, num_ranks),
+        WIDTH,
+        no_slots(),
+        0,
+        20.0,
     )
     rng = np.random.default_rng(rank)
     wrong = 0
@@ -70,7 +78,7 @@ def stream_many(
     rank: int, num_ranks: int, run_path: Path, mode: str, epochs: int
 ) -> tuple[int, int]:
     """(slots with wrong bytes, slots awaited) over epochs with random plans."""
-    pool = HostSlotPool(SLOTS, CHUNK)
+    pool = SlotPool(HostMemory(), SLOTS, CHUNK)
     layers = [pool.adopt(masters_of(rank, layer)) for layer in range(2)]
     everyone = [[masters_of(other, layer) for other in range(num_ranks)] for layer in range(2)]
     fabric = make_fabric(rank, num_ranks, run_path, pool, layers)
@@ -94,7 +102,7 @@ def stream_many(
 
 
 def make_fabric(
-    rank: int, num_ranks: int, run_path: Path, pool: HostSlotPool, layers: list[LayerSlots]
+    rank: int, num_ranks: int, run_path: Path, pool: SlotPool, layers: list[LayerSlots]
 ) -> HostFabric:
     max_chunks = layers[0].chunks.shape[0]
     return HostFabric(
@@ -129,32 +137,14 @@ def test_ranks_that_differ_in_their_layout_say_so(run_path: Path) -> None:
 
 
 def with_other_slots(rank: int, run_path: Path) -> None:
-    pool = HostSlotPool(3 if rank == 2 else 2, CHUNK)
+    pool = SlotPool(HostMemory(), 3 if rank == 2 else 2, CHUNK)
     HostFabric(run_path, Location.on_one_host(rank, 3), WIDTH, pool, 1, 5.0)
     time.sleep(5)
 
 
-def test_a_card_of_a_process_that_is_gone_is_an_error(run_path: Path) -> None:
-    handshake = {
-        "process": 2**22 + 1,  # above the largest process number
-        "segment": 3,
-        "segment_bytes": 4096,
-        "pool": 4,
-        "pool_bytes": 0,
-        "row_width": WIDTH,
-        "num_slots": 0,
-        "max_chunks": 0,
-    }
-    (run_path / "handshake-1.json").write_text(json.dumps(handshake))
-    with pytest.raises(FabricError, match="on one host, as one user"):
-        HostFabric(run_path, Location.on_one_host(0, 2), WIDTH, HostSlotPool(0, CHUNK), 0, 5.0)
-
-
 def test_one_rank_alone_reads_its_own_row() -> None:
     with fresh_run_path() as run_path:
-        fabric = HostFabric(
-            run_path, Location.on_one_host(0, 1), WIDTH, HostSlotPool(0, CHUNK), 0, 5.0
-        )
+        fabric = HostFabric(run_path, Location.on_one_host(0, 1), WIDTH, no_slots(), 0, 5.0)
         assert fabric.exchange(row_of(0, 1, 3)).tolist() == [row_of(0, 1, 3).tolist()]
         with pytest.raises(ValueError, match="13 values"):
             fabric.exchange(np.zeros(WIDTH + 1, np.int64))

@@ -13,12 +13,17 @@ import torch
 from tests.support.ranks import RankError, RankOutcome, outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
 WIDTH, CHUNK = 4, 4096
 LONG = 60.0  # seconds; a test that waits for this fails
+
+
+def no_slots() -> SlotPool:
+    return SlotPool(HostMemory(), 0, CHUNK)
 
 
 def survivors(outcomes: list[RankOutcome], victim: int) -> list[RankOutcome]:
@@ -42,7 +47,12 @@ def test_a_rank_killed_between_exchanges_is_noticed(
 
 def die_in_exchange(rank: int, num_ranks: int, victim: int, run_path: Path) -> None:
     fabric = HostFabric(
-        run_path, Location.on_one_host(rank, num_ranks), WIDTH, HostSlotPool(0, CHUNK), 0, LONG
+        run_path,
+        Location.on_one_host(rank, num_ranks),
+        WIDTH,
+        no_slots(),
+        0,
+        LONG,
     )
     for epoch in range(100):
         if rank == victim and epoch == 50:
@@ -65,7 +75,7 @@ def test_a_rank_killed_while_streaming_is_noticed(run_path: Path, victim: int) -
 
 
 def die_in_stream(rank: int, victim: int, run_path: Path) -> None:
-    pool = HostSlotPool(1, CHUNK)
+    pool = SlotPool(HostMemory(), 1, CHUNK)
     layer = pool.adopt([torch.full((2, 50_000), rank, dtype=torch.uint8)])
     fabric = HostFabric(
         run_path, Location.on_one_host(rank, 4), WIDTH, pool, layer.chunks.shape[0], LONG
@@ -82,12 +92,12 @@ def die_in_stream(rank: int, victim: int, run_path: Path) -> None:
 def test_a_rank_that_does_not_come_is_an_error(run_path: Path) -> None:
     """After the time that loading has."""
     started = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match="rank 0 waited for rank 1 of 2, which did not come"):
+    with pytest.raises(PeerTimeoutError, match="rank 0 waited for rank 1, which did not come"):
         HostFabric(
             run_path,
             Location.on_one_host(0, 2),
             WIDTH,
-            HostSlotPool(0, CHUNK),
+            no_slots(),
             0,
             timeout_seconds=0.05,
         )
@@ -106,7 +116,12 @@ def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path, num_
 
 def stop_in_exchange(rank: int, num_ranks: int, run_path: Path) -> tuple[str, float]:
     fabric = HostFabric(
-        run_path, Location.on_one_host(rank, num_ranks), WIDTH, HostSlotPool(0, CHUNK), 0, 1.5
+        run_path,
+        Location.on_one_host(rank, num_ranks),
+        WIDTH,
+        no_slots(),
+        0,
+        1.5,
     )
     fabric.exchange(np.zeros(WIDTH, np.int64))
     (run_path / f"process-{rank}").write_text(str(os.getpid()))
@@ -137,9 +152,7 @@ def test_a_rank_that_ends_after_its_last_exchange_is_not_missed(
 
 
 def leave_one_by_one(rank: int, run_path: Path, number: int) -> int:
-    fabric = HostFabric(
-        run_path, Location.on_one_host(rank, 3), WIDTH, HostSlotPool(0, CHUNK), 0, LONG
-    )
+    fabric = HostFabric(run_path, Location.on_one_host(rank, 3), WIDTH, no_slots(), 0, LONG)
     for _ in range(3):
         fabric.exchange(np.zeros(WIDTH, np.int64))
     if rank == 2:

@@ -116,14 +116,14 @@ def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: 
     assert run_ranks(join_hosts, 4, run_path, view, costs) == [planned] * 4
     for host in ("host-0", "host-2"):
         assert (run_path / host / "control").exists()
-    assert not list(run_path.glob("host-*/handshake-*"))
+    assert not list(run_path.glob("host-*/fabric-*"))
 
 
 def lose_files(rank: int, run_path: Path) -> None:
     """Rank 1 does not come; what rank 0 has left for it is deleted."""
-    handshake = RunFiles(run_path).handshake(0)
+    socket = RunFiles(run_path).socket(0)
     if rank == 1:
-        while not handshake.exists():
+        while not socket.exists():
             time.sleep(0.01)
         for path in run_path.iterdir():
             path.unlink()

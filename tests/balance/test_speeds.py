@@ -14,11 +14,10 @@ from ultraep_serve.balance.speeds import (
     RankSpeeds,
     expert_clock,
     fixed_speeds,
-    parse_speeds,
 )
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.types import ExpertShape, SpeedSource
+from ultraep_serve.types import ExpertShape, SpeedSource, parse_speeds
 
 PER_ASSIGNMENT = 10_000_000  # picoseconds
 FIXED = 600  # assignments that take as long as what a layer costs whatever its load

@@ -113,7 +113,7 @@ def test_the_map_names_every_package_and_module() -> None:
         ("a new policy", "kernels/ultraep_kernels/contract.py"),
         ("a comparator", "benchmarks/ultraep_lab/comparators/__init__.py"),
         ("speeds", "ultraep_serve/balance/speeds.py"),
-        ("slots on a GPU", "ultraep_serve/balance/cuda/slots.py"),
+        ("slots", "ultraep_serve/balance/slots.py"),
         ("a family or format that SGLang refuses", "ultraep_serve/engines/sglang/quantised.py"),
         ("a new engine release", "ultraep_serve/system/versions.py"),
         ("the sidecar's authorisation", "ultraep_serve/sidecar/access.py"),

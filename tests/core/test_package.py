@@ -8,8 +8,10 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections import defaultdict
 from datetime import date
 from email.parser import Parser
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,16 @@ def test_what_is_installed_runs_anywhere(programs: Path, tmp_path: Path) -> None
     replay = ("replay", "trace.npz", "--ep", "4", "--batch-tokens", "1024", "--policies", "quota")
     # Kernels as they are written: compiling all of them once more takes most of a minute.
     assert "quota" in run(ours, *replay, folder=tmp_path, NUMBA_DISABLE_JIT="1")
+
+
+def test_packages_of_what_serves_form_no_circle() -> None:
+    """Nor do its modules at the top; imports for types alone count too."""
+    root, needs = ROOT / "ultraep_serve", defaultdict[str, set[str]](set)
+    for path in root.rglob("*.py"):
+        own = path.relative_to(root).parts[0].removesuffix(".py")
+        for found in re.findall(r"^ *from ultraep_serve\.(\w+)", path.read_text(), re.MULTILINE):
+            needs[own] |= {found} - {own}
+    TopologicalSorter(needs).prepare()
 
 
 def test_changelog_begins_with_this_version_and_only_that_may_be_unreleased() -> None:

@@ -17,8 +17,8 @@ from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
-from ultraep_serve.balance.cuda.driver import HandleKind
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
+from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.proof import start

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.host_driver import HostDriver
-from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
-from ultraep_serve.balance.cuda.notice import StopNotice
-from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.cuda.backend import StopNotice
+from ultraep_serve.balance.memory import HandleKind, Shareable
+from ultraep_serve.balance.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.system.topology import Location
 
@@ -28,9 +28,9 @@ MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
 LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_senders=2, num_relays=2)
 
 
-def make(driver: HostDriver, num_slots: int = SLOTS) -> tuple[DeviceSlotPool, list[Any]]:
+def make(driver: HostDriver, num_slots: int = SLOTS) -> tuple[SlotPool, list[Any]]:
     """A pool with two layers of two tensors, one mapped behind the masters, one packed."""
-    pool = DeviceSlotPool(driver, num_slots, CHUNK)
+    pool = SlotPool(driver, num_slots, CHUNK)
     shapes = ((MASTERS, 65536), (MASTERS, 11, 3))
     layers = [pool.adopt([torch.full(shape, float(i)) for shape in shapes]) for i in range(2)]
     return pool, layers
@@ -43,7 +43,7 @@ def view(driver: HostDriver, address: torch.Tensor, size: int) -> torch.Tensor:
 def test_tables_lead_to_everybodys_memory() -> None:
     driver = HostDriver()
     pool, layers = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(1, 3), Location.on_one_host(1, 3), LIMITS)
+    fabric = DeviceFabric(pool, Mirror(1, 3), Location.on_one_host(1, 3), LIMITS)
     for index, layer in enumerate(layers):
         tables = fabric.tables(layer)
         assert tables.master_addresses.tolist() == [t.data_ptr() for t in layer.tensors]
@@ -71,7 +71,7 @@ def test_tables_lead_to_everybodys_memory() -> None:
 def test_domains_have_tables_of_the_whole_group() -> None:
     driver = HostDriver()
     pool, layers = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(1, 2), Location(3, 5, 2, 2), LIMITS)
+    fabric = DeviceFabric(pool, Mirror(1, 2), Location(3, 5, 2, 2), LIMITS)
     assert fabric.domain == range(2, 4)
     assert fabric.inboxes.addresses.shape == (2,)
     tables = fabric.tables(layers[0])
@@ -85,7 +85,7 @@ def test_domains_have_tables_of_the_whole_group() -> None:
 def test_without_slots_there_are_only_signals() -> None:
     driver = HostDriver()
     pool, layers = make(driver, num_slots=0)
-    fabric = DeviceFabric(driver, pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
+    fabric = DeviceFabric(pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
     assert fabric.tables(layers[0]).pool_addresses.tolist() == [0, 0]
     assert driver.live_bytes == 2 * driver.granularity  # own and the other's
     fabric.close()
@@ -109,7 +109,7 @@ def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
             else GatherRendezvous(0, lambda data: [data] * 3)
         )
         try:
-            DeviceFabric(driver, pool, rendezvous, Location.on_one_host(0, 3), LIMITS).close()
+            DeviceFabric(pool, rendezvous, Location.on_one_host(0, 3), LIMITS).close()
         finally:
             calls = len(driver.calls) - done
             pool.close()
@@ -136,7 +136,7 @@ def test_ranks_that_differ_say_so() -> None:
             return [handshakes[0], Handshake(other, handshakes[1].shareables)]
 
     with pytest.raises(FabricError, match="rank 1 laid out its slots unlike rank 0"):
-        DeviceFabric(driver, pool, Odd(0, 2), Location.on_one_host(0, 2), LIMITS)
+        DeviceFabric(pool, Odd(0, 2), Location.on_one_host(0, 2), LIMITS)
     pool.close()
     driver.require_clean()
 
@@ -145,7 +145,7 @@ def test_a_rank_whose_memory_is_out_of_reach_is_refused_and_nothing_stays() -> N
     driver = HostDriver(unreachable={"host"})
     pool, _ = make(driver)
     with pytest.raises(UnsupportedError, match="no peer access to rank 0"):
-        DeviceFabric(driver, pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
+        DeviceFabric(pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
     pool.close()
     driver.require_clean()
 
@@ -155,7 +155,7 @@ def test_meeting_and_memory_must_be_of_one_kind(tmp_path: Any) -> None:
     pool, _ = make(driver)
     with pytest.raises(FabricError, match="must agree"):
         DeviceFabric(
-            driver, pool, SocketRendezvous(tmp_path, 0, 1, 1.0), Location.on_one_host(0, 1), LIMITS
+            pool, SocketRendezvous(tmp_path, 0, range(1), 1.0), Location.on_one_host(0, 1), LIMITS
         )
     pool.close()
 
@@ -163,7 +163,7 @@ def test_meeting_and_memory_must_be_of_one_kind(tmp_path: Any) -> None:
 def test_a_wait_given_up_is_an_error_of_a_peer() -> None:
     driver = HostDriver()
     pool, _ = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
+    fabric = DeviceFabric(pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
     fabric.require_peers()
     fabric.status.fill_(int(DeviceStatus.SHARE_TOO_SMALL))
     fabric.require_peers()
@@ -180,7 +180,7 @@ def test_an_error_of_a_stopped_device_has_its_reason(caplog: pytest.LogCaptureFi
     """Who asks the device gets the reason in place of CUDA's error; the log has it too, once."""
     driver = HostDriver()
     pool, _ = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
+    fabric = DeviceFabric(pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
     recorder: Any = SimpleNamespace(fail=(reasons := list[str]()).append)
     notice = StopNotice(fabric, recorder)
     notice()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.host_driver import HostDriver
-from ultraep_serve.balance.cuda.driver import CudaDriver, HandleKind, device_error, open_driver
-from ultraep_serve.balance.cuda.memory import MappedMemory, create
+from ultraep_serve.balance.cuda.driver import CudaDriver, device_error, open_driver
+from ultraep_serve.balance.memory import HandleKind, MappedMemory, create
 from ultraep_serve.errors import ConfigError, DeviceError, UnsupportedError
 
 

@@ -14,10 +14,10 @@ from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.balance.cuda.rendezvous import Handshake
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.memory import HandleKind, Shareable
+from ultraep_serve.balance.rendezvous import Handshake
+from ultraep_serve.balance.slots import SlotPool
 
 __all__ = ["PATIENCE_NS", "WEIGHTS", "Rank", "Stream", "Weights", "connect_all", "new_rank"]
 
@@ -57,7 +57,7 @@ class Rank:
     driver: HostDriver
     layers: list[LayerSlots]
     recorder: FakeRecorder
-    pool: DeviceSlotPool
+    pool: SlotPool
     fabric: DeviceFabric = field(init=False)
     balancer: DeviceBalancer = field(init=False)
     stream: Stream = field(default_factory=Stream)  # that is current
@@ -66,7 +66,7 @@ class Rank:
 def new_rank(number: int, setup: GroupSetup, num_layers: int, weights: Weights) -> Rank:
     """One whose layers are in place; it knows no other yet."""
     driver = HostDriver(granularity=_GRANULARITY)
-    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
+    pool = SlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     masters = setup.shape.num_masters
     layers = [pool.adopt(weights.of(number, layer, masters)) for layer in range(num_layers)]
     return Rank(number, setup, driver, layers, FakeRecorder(), pool)

@@ -17,11 +17,11 @@ from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.rendezvous import SocketRendezvous
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.proof.answers import Answers
@@ -96,7 +96,7 @@ def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None 
     """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     all_gather = HostAllGather(group.on_host, 60.0) if group else None
-    pool = HostSlotPool(shape.num_replica_slots, setup.of(rank).chunk_bytes)
+    pool = SlotPool(HostMemory(), shape.num_replica_slots, setup.of(rank).chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     group_setup, recorder = setup.of(rank), FakeRecorder()
@@ -117,18 +117,17 @@ def device_rig(
     """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     driver = HostDriver()
-    pool = DeviceSlotPool(driver, shape.num_slots, setup.of(rank).chunk_bytes)
+    pool = SlotPool(driver, shape.num_slots, setup.of(rank).chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, num_senders=2, num_relays=2)
     group_setup, recorder = setup.of(rank), FakeRecorder()
     location = group_setup.location
-    domain = location.domain
-    path = run_path / f"domain-{domain.start}"
+    path = run_path / "device"  # beside the ranks of ``host_rig``
     path.mkdir(exist_ok=True)
-    rendezvous = SocketRendezvous(path, rank - domain.start, len(domain), 60.0)
+    rendezvous = SocketRendezvous(path, rank, location.domain, 60.0)
     all_gather = DeviceAllGather(group.on_device) if group else None
-    fabric = DeviceFabric(driver, pool, rendezvous, location, limits, all_gather)
+    fabric = DeviceFabric(pool, rendezvous, location, limits, all_gather)
     policies = recorder if rank == 0 else None
     samples = None
     if setup.config.verify_every and setup.is_sampled:

@@ -9,8 +9,9 @@ import torch
 
 from tests.support.host_driver import HostDriver
 from tests.support.interpreter import INTERPRETED
-from ultraep_serve.balance.cuda.driver import Driver, open_driver
+from ultraep_serve.balance.cuda.driver import open_driver
 from ultraep_serve.balance.cuda.timing import captured, device_seconds
+from ultraep_serve.balance.memory import Driver
 
 __all__ = ["PATIENCE_NS", "Bench"]
 

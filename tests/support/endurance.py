@@ -15,7 +15,8 @@ from tests.support.ranks import fresh_run_path, outcomes_of_ranks
 from tests.support.stress import RandomBatches, StressReport, run_stress
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Stopwatch
@@ -152,7 +153,7 @@ def cycle_group(rank: int, num_ranks: int, run_path: Path, cycles: int) -> dict[
 def _start_and_stop(rank: int, num_ranks: int, run_path: Path) -> None:
     run_path.mkdir(exist_ok=True)
     model = TinyMoE(ExpertShape(num_ranks, 2 * num_ranks, 1), inner=80, hidden=32)
-    pool = HostSlotPool(1, chunk_bytes=4096)
+    pool = SlotPool(HostMemory(), 1, chunk_bytes=4096)
     layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
     fabric = HostFabric(
         run_path,

@@ -5,21 +5,22 @@ protocol runs on it. Every rule of the real thing that can be checked is checked
 be made to fail.
 """
 
-import ctypes
 import mmap
 import os
 from dataclasses import dataclass, field
 
 import torch
 
-from ultraep_serve.balance.cuda.driver import HandleKind, Shareable, device_error
+from ultraep_serve.balance.cuda.driver import device_error
 from ultraep_serve.balance.host.memory import (
     MAP_FIXED,
     READ_WRITE,
+    HostMemory,
     map_memory,
     protect_memory,
     unmap_memory,
 )
+from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["HostDriver"]
@@ -37,7 +38,7 @@ class _Memory:
 
 
 @dataclass
-class HostDriver:
+class HostDriver(HostMemory):
     """``Driver`` over host memory; AssertionError where CUDA's rules are broken."""
 
     kind: HandleKind = HandleKind.FILE_DESCRIPTOR
@@ -49,7 +50,6 @@ class HostDriver:
     handles: dict[int, _Memory] = field(default_factory=dict)
     mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, handle
     allowed: set[int] = field(default_factory=set)  # addresses of mappings
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     uuid: str = "host"
     unreachable: set[str] = field(default_factory=set)  # UUIDs of other devices
     _next_handle: int = 1
@@ -82,13 +82,11 @@ class HostDriver:
         assert self.reserved.pop(address, None) == size, "no such range, or of another size"
         inside = [start for start in self.mapped if address <= start < address + size]
         assert not inside, "freed while memory is mapped in it"
-        unmap_memory(address, size)
+        super().free(address, size)
 
-    def create(self, size: int) -> int:
+    def create(self, size: int, is_shared: bool = True) -> int:
         self._enter("create", size)
-        descriptor = os.memfd_create("ultraep-device", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-        return self._hold(descriptor, size)
+        return self._hold(super().create(size), size)
 
     def release(self, handle: int) -> None:
         assert handle in self.handles, "released twice, or never created"
@@ -113,8 +111,7 @@ class HostDriver:
         assert address in self.mapped, "unmapped twice, or never mapped"
         assert self.mapped.pop(address)[0] == size
         self.allowed.discard(address)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        map_memory(address, size, _NO_ACCESS, flags, -1)
+        super().unmap(address, size)
 
     def allow(self, address: int, size: int) -> None:
         self._enter("allow", size)
@@ -156,14 +153,7 @@ class HostDriver:
         assert self.allowed.issuperset(pieces), "access was not allowed"
         assert min(pieces) <= address
         assert address + size <= min(pieces) + sum(self.mapped[start][0] for start in pieces)
-        window = (ctypes.c_uint8 * size).from_address(address)
-        return torch.frombuffer(window, dtype=torch.uint8)
-
-    def synchronize(self) -> None:
-        pass
-
-    def reclaim(self) -> None:
-        pass
+        return super().tensor(address, size)
 
     def _enter(self, call: str, size: int) -> None:
         assert size % self.granularity == 0, f"{call} of {size} bytes"

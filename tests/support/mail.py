@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.system.topology import Location
 
 __all__ = ["Mail"]
@@ -26,7 +27,7 @@ class Mail:
         self._width = max(_WORDS, -(-max_ids // 2))
         path = run_path / "mail"
         path.mkdir(exist_ok=True)
-        pool = HostSlotPool(0, chunk_bytes=4096)
+        pool = SlotPool(HostMemory(), 0, chunk_bytes=4096)
         self._fabric = HostFabric(
             path, Location.on_one_host(rank, num_ranks), self._width, pool, 0, timeout_seconds
         )

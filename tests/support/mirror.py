@@ -18,10 +18,10 @@ from ultraep_kernels.device.stream import Programs
 from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.driver import Driver, HandleKind, Shareable
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.balance.cuda.rendezvous import Handshake
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.memory import Driver, HandleKind, Shareable
+from ultraep_serve.balance.rendezvous import Handshake
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
@@ -104,12 +104,12 @@ def mirrored_balancer(
 
     Row 0 does not count: rank 0 posts its own. ``layers`` are masters (L, ...).
     """
-    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
+    pool = SlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     adopted = [pool.adopt(masters) for masters in layers]
     limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, *programs)
     num_ranks = rows.shape[0]
     location = Location.on_one_host(0, num_ranks)
-    fabric = DeviceFabric(driver, pool, Mirror(0, num_ranks), location, limits)
+    fabric = DeviceFabric(pool, Mirror(0, num_ranks), location, limits)
     inbox = inbox_bytes(num_ranks, limits.row_width)
     signals = driver.tensor(
         int(fabric.inboxes.addresses[0]), inbox + pool.num_slots * limits.max_chunks * 8

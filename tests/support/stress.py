@@ -25,7 +25,8 @@ from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
@@ -181,7 +182,7 @@ class _Runner:
         location = Location(rank, shape.num_ranks, domain_size, domain_size)
         self._weights = [model.weights(layer) for layer in range(model.num_layers)]
         per_layer = batches.config.slot_memory == "per_layer"
-        pool = HostSlotPool(shape.num_replica_slots, _CHUNK_BYTES, per_layer)
+        pool = SlotPool(HostMemory(), shape.num_replica_slots, _CHUNK_BYTES, per_layer)
         self._layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
         for layer in self._layers:
             poison(layer.tensors, shape.num_masters)

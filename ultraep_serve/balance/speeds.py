@@ -16,7 +16,6 @@ Noise must not change a plan, and a plan must not change what is measured:
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ from ultraep_kernels.host.speeds import follow, full_speeds, whole_speeds
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.types import ExpertShape, SpeedSource
+from ultraep_serve.types import ExpertShape, SpeedSource, parse_speeds
 
 __all__ = [
     "OwnTime",
@@ -35,13 +34,11 @@ __all__ = [
     "StreamMarks",
     "expert_clock",
     "fixed_speeds",
-    "parse_speeds",
 ]
 
 _BATCHES = 41  # looked back on, of which the one in this place, by time, is published
 _PLACE = 10
 _LEAST_PICOSECONDS = 5 * 10**9  # of a batch, by the cost model; less is mostly disturbances
-_AUTO, _EQUAL = SpeedSource.AUTO.value, SpeedSource.EQUAL.value
 
 Integers = NDArray[np.integer]
 
@@ -153,28 +150,12 @@ class RankSpeeds:
         self._own.add(nanoseconds, int(rank_load[self._rank]), int(rank_load.min()))
 
 
-def parse_speeds(text: str, words: Sequence[str] = (_AUTO, _EQUAL)) -> tuple[float, ...]:
-    """Numbers of a setting like "1.0,0.6"; none for one of ``words``. Raises ValueError."""
-    if text in words:
-        return ()
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = (0.0,)
-    if not all(0 < value <= 1 for value in values):
-        raise ValueError(
-            f"{text!r} must be {' or '.join(words)}, or one number per rank like 1.0,0.6, each "
-            "above 0 and at most 1"
-        )
-    return values
-
-
 def fixed_speeds(text: str, num_ranks: int) -> NDArray[np.int64] | None:
     """Speeds (R,) that the setting ``text`` fixes, the largest FULL_SPEED; None for "auto".
 
     Raises ConfigError unless there is one per rank.
     """
-    if text == _AUTO:
+    if text == SpeedSource.AUTO.value:
         return None
     values = parse_speeds(text)
     if values and len(values) != num_ranks:

@@ -33,8 +33,8 @@ from ultraep_kernels.device.status import new_status
 
 from ultraep_serve.balance.backend import GroupSetup, PolicySource
 from ultraep_serve.balance.cuda.backend import DeviceBackend
+from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
-from ultraep_serve.balance.cuda.memory import host_words
 from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.context import PlanContext

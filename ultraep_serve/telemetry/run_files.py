@@ -43,21 +43,13 @@ class RunFiles:
         """What the rank ``number`` saw when a sample failed: one JSON object."""
         return self.path / f"verification-{number}"
 
-    def handshake(self, rank: int) -> Path:
-        """How the other ranks of its domain reach the memory of ``rank``."""
-        return self.path / f"handshake-{rank}.json"
-
     def socket(self, rank: int) -> Path:
-        """Where ``rank`` hands out its GPU's memory."""
+        """Where ``rank`` hands out its memory to the others of its domain."""
         return self.path / f"fabric-{rank}.socket"
 
     def stage(self, number: int) -> Path:
         """A directory in which the ranks of a later pipeline stage meet."""
         return self.path / f"stage-{number}"
-
-    def domain(self, first_rank: int) -> Path:
-        """A directory in which the ranks of a domain meet."""
-        return self.path / f"domain-{first_rank}"
 
     def rings(self) -> list[int]:
         """The numbers of the rings that are there, sorted."""

@@ -1,6 +1,8 @@
 """Balancing where experts live in GPU memory."""
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 
 import numpy as np
@@ -16,18 +18,18 @@ from ultraep_serve.balance.backend import (
 )
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer, DeviceSamples
-from ultraep_serve.balance.cuda.driver import Driver
-from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.balance.cuda.notice import StopNotice
-from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
+from ultraep_serve.balance.memory import Driver
+from ultraep_serve.balance.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["LEFT_FREE", "DeviceBackend", "num_programs"]
+__all__ = ["LEFT_FREE", "DeviceBackend", "StopNotice", "num_programs"]
+
+_LOGGER = logging.getLogger(__name__)
 
 LEFT_FREE = 32  # multiprocessors: as many as NCCL's collectives take; DeepEP's dispatch takes 24
 
@@ -42,10 +44,11 @@ class DeviceBackend:
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
         config = setup.config
         self.setup = setup
-        self._driver, self._device = driver, driver.device
+        self._device = driver.device
         self.layers: list[LayerSlots] = []
         per_layer = config.slot_memory == "per_layer"
-        self._pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes, per_layer)
+        chunk_bytes = min(setup.chunk_bytes, MOST_CHUNK_BYTES)
+        self._pool = SlotPool(driver, setup.shape.num_slots, chunk_bytes, per_layer)
 
     @property
     def slot_bytes(self) -> int:
@@ -70,25 +73,22 @@ class DeviceBackend:
         if location.num_domains > 1:
             assert setup.engine_group is not None, "several domains are found through the group"
             all_gather = DeviceAllGather(setup.engine_group.on_device)
-        self.fabric = DeviceFabric(
-            self._driver, self._pool, self._rendezvous(), location, limits, all_gather
-        )
+        self.fabric = DeviceFabric(self._pool, self._rendezvous(), location, limits, all_gather)
         self.fabric.wait_at_least(_COMPILE_SECONDS)
 
     def _rendezvous(self) -> Rendezvous:
         """Return the way to find the domain: the run directory, or the engine between hosts."""
         setup, location = self.setup, self.setup.location
         domain = location.domain
-        position = location.rank - domain.start
         if location.spans_hosts:
             assert setup.engine_group is not None, "hosts are found through the group"
             ranks = HostAllGather(setup.engine_group.on_host, setup.connect_seconds)
             return GatherRendezvous(
-                position, lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop]
+                location.rank - domain.start,
+                lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop],
             )
-        path = RunFiles(setup.config.run_path).domain(domain.start)
-        path.mkdir(mode=0o700, exist_ok=True)
-        return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
+        path = setup.config.run_path
+        return SocketRendezvous(path, location.rank, domain, setup.connect_seconds)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self.setup, self.layers[0]
@@ -147,6 +147,26 @@ class DeviceBackend:
         on_device = torch.from_numpy(slot_expert).to(self._device)
         sends = self.fabric.sends(on_device, shape.num_masters, "never")
         return lambda: self.fabric.stream(tables, on_device, shape.num_masters, sends)
+
+
+@dataclass
+class StopNotice:
+    """Says why a device has stopped, where the engine only sees that it has.
+
+    To be called at every heartbeat, and when the process ends.
+    """
+
+    fabric: DeviceFabric
+    recorder: Recorder
+    _is_given: bool = False
+
+    def __call__(self) -> None:
+        """Log, and publish on the ring, which wait was given up; once."""
+        reason = self.fabric.lost_peers
+        if reason and not self._is_given:
+            self._is_given = True
+            self.recorder.fail(reason)
+            _LOGGER.error("ultraep: %s; errors of CUDA follow from it", reason)
 
 
 def num_programs(multiprocessors: int, wanted: int, may_relay: bool) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import torch
 from ultraep_kernels.contract import Choice
 
 from ultraep_serve.balance.backend import PolicySource
-from ultraep_serve.balance.cuda.memory import host_words
+from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.speeds import OwnTime
 
 __all__ = ["OwnChoice"]

@@ -1,85 +1,17 @@
-"""The calls of CUDA's virtual memory API that slots and fabric are made of.
+"""Memory of a GPU that several ranks map, through cuda-bindings (extra ``cuda``).
 
-``CudaDriver`` makes them through cuda-bindings, which is imported when one is opened (extra
-``cuda``). Everything else in this package knows the ``Driver`` protocol alone.
+They are imported when a driver is opened. All else knows the ``Driver`` protocol alone.
 """
 
 import importlib
-from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 
+from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.errors import ConfigError, DeviceError, UltraEPError, UnsupportedError
 
-__all__ = ["CudaDriver", "Driver", "HandleKind", "Shareable", "device_error", "open_driver"]
-
-Shareable: TypeAlias = int | bytes  # a file descriptor, or the 64 bytes of a fabric handle
-
-
-class HandleKind(Enum):
-    """What memory is shared by."""
-
-    FILE_DESCRIPTOR = "file descriptors"  # between processes of one host
-    FABRIC = "fabric handles"  # between hosts of one NVLink domain, where IMEX runs
-
-
-class Driver(Protocol):
-    """Memory of one device. Addresses and sizes are bytes, sizes multiples of ``granularity``.
-
-    Every call raises ConfigError when memory is short, UnsupportedError for what this device or
-    its set-up does not offer, DeviceError otherwise; all name the CUDA error.
-    """
-
-    device: torch.device
-    kind: HandleKind  # the kind of all handles that are created
-    granularity: int  # bytes
-
-    @property
-    def uuid(self) -> str:
-        """The device's UUID, the same in every process."""
-
-    def require_peer(self, uuid: str, rank: int) -> None:
-        """Raise UnsupportedError unless this device reaches the memory of ``rank``'s.
-
-        One that this process does not see cannot be asked about, and is taken to be within reach.
-        """
-
-    def reserve(self, size: int) -> int:
-        """Address of a range with nothing behind it, a multiple of the granularity."""
-
-    def free(self, address: int, size: int) -> None:
-        """Give back a range that ``reserve`` returned; nothing may be mapped in it."""
-
-    def create(self, size: int) -> int:
-        """Handle of new memory that can be shared."""
-
-    def release(self, handle: int) -> None:
-        """Give up a handle; the memory lives on as long as it is mapped or held elsewhere."""
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Put all of a handle's memory behind a reserved range; it may be mapped many times."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Undo ``map``."""
-
-    def allow(self, address: int, size: int) -> None:
-        """Let this device read and write a mapped range."""
-
-    def share(self, handle: int) -> Shareable:
-        """What another process imports; a descriptor must be closed by whoever holds it."""
-
-    def receive(self, shareable: Shareable) -> int:
-        """Handle of memory that another process shared; a descriptor stays the caller's."""
-
-    def tensor(self, address: int, size: int) -> torch.Tensor:
-        """The bytes at a mapped address, (size,) uint8, without copying; ``size`` at least 1."""
-
-    def synchronize(self) -> None:
-        """Return when the device has done all it was told."""
-
-    def reclaim(self) -> None:
-        """Hand memory that torch keeps for later back to the device, after ``synchronize``."""
+__all__ = ["CudaDriver", "device_error", "host_words", "open_driver"]
 
 
 class CudaDriver:
@@ -135,7 +67,7 @@ class CudaDriver:
     def free(self, address: int, size: int) -> None:
         self._call("cuMemAddressFree", address, size)
 
-    def create(self, size: int) -> int:
+    def create(self, size: int, is_shared: bool = True) -> int:  # all of it can be
         return int(self._call("cuMemCreate", size, self._properties, 0))
 
     def release(self, handle: int) -> None:
@@ -239,3 +171,8 @@ def device_error(call: str, name: str) -> UltraEPError:
             "IMEX and its channel)"
         )
     return DeviceError(f"{call}: {name}")
+
+
+def host_words(size: int, device: torch.device) -> torch.Tensor:
+    """Return (size,) int32 in host memory that ``device`` reads and writes too."""
+    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -8,11 +8,9 @@ by rank of the whole group, as plans are; other domains' entries are 0, since no
 there.
 """
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -26,14 +24,16 @@ from ultraep_kernels.device.stream import Programs, StreamTables, receive, strea
 
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
-from ultraep_serve.balance.cuda.driver import Driver
-from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create, host_words
-from ultraep_serve.balance.cuda.rendezvous import Handshake, Rendezvous
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.balance.cuda.driver import host_words
+from ultraep_serve.balance.rendezvous import Rendezvous, map_domain
+from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
-__all__ = ["DeviceFabric", "Limits"]
+__all__ = ["MOST_CHUNK_BYTES", "DeviceFabric", "Limits"]
+
+# of a chunk, which one program copies: an expert of 8 MiB then keeps 32 multiprocessors busy
+MOST_CHUNK_BYTES = 1 << 18
 
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -60,24 +60,6 @@ class Limits:
         return Programs(self.num_senders, self.num_relays)
 
 
-@dataclass(frozen=True)
-class _Announcement:
-    """What a rank tells the others about itself."""
-
-    signal_bytes: int
-    region_bytes: tuple[int, ...]
-    num_slots: int
-    limits: Limits
-    device: str = field(compare=False)  # its UUID
-
-    @classmethod
-    def from_json(cls, text: bytes) -> "_Announcement":
-        values = json.loads(text)
-        values["limits"] = Limits(**values["limits"])
-        values["region_bytes"] = tuple(values["region_bytes"])
-        return cls(**values)
-
-
 class DeviceFabric:
     """Exchange between all ranks, and streaming between those of one domain.
 
@@ -86,8 +68,7 @@ class DeviceFabric:
 
     def __init__(
         self,
-        driver: Driver,
-        pool: DeviceSlotPool,
+        pool: SlotPool,
         rendezvous: Rendezvous,
         location: Location,
         limits: Limits,
@@ -95,33 +76,28 @@ class DeviceFabric:
     ) -> None:
         """Connect to the domain's other ranks; returns when all have arrived.
 
-        ``rendezvous`` is the domain's, whose ranks it counts from 0. All layers have been
-        adopted by ``pool``. ``all_gather`` gathers the rows of all domains where there are several.
-        Raises what ``rendezvous`` and ``driver`` raise, FabricError when a rank differs,
-        UnsupportedError where one's memory is out of reach.
+        All layers have been adopted by ``pool``. ``all_gather`` gathers the rows of all domains
+        where there are several. Raises what ``map_domain`` raises.
         """
-        if rendezvous.kind is not driver.kind:
-            raise FabricError(
-                f"memory is shared by {driver.kind.value}, the ranks swap "
-                f"{rendezvous.kind.value}; they must agree"
-            )
         self.rank, self.num_ranks, self.domain = location.rank, location.num_ranks, location.domain
         self._all_gather_rows = all_gather
-        self.limits = limits
+        self.limits, self._driver = limits, pool.driver
+        device = pool.driver.device
         self.patience_ns = limits.patience_ns  # of the waits that are launched now
-        self.epoch = new_epoch(driver.device)
-        self.status = new_status(driver.device)
+        self.epoch = new_epoch(device)
+        self.status = new_status(device)
         # the status of a wait that was given up, which a kernel writes; to be looked at at any time
         self._seen = 0
-        self.reported = host_words(1, driver.device)
+        self.reported = host_words(1, device)
         self._reported = self.reported.numpy().data  # the same memory, which is looked at sooner
-        self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
-            signals, pools = self._map_all(pool, rendezvous, inbox, undo)
-            self._inboxes = self._table(signals)  # (D,) int64 by rank of the domain
-            self._flags = self._group_table([address + inbox for address in signals])  # (R,)
-            self._pools = self._group_table(pools)  # (R,)
+            size = inbox + pool.num_slots * limits.max_chunks * 8
+            mapped = map_domain(pool, rendezvous, location, size, list(astuple(limits)), undo)
+            self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
+            flags = [address + inbox for address in mapped.signals]
+            self._flags = self._group_table(flags)  # (R,)
+            self._pools = self._group_table(mapped.pools)  # (R,)
             self._undo = undo.pop_all()
 
     @property
@@ -277,69 +253,6 @@ class DeviceFabric:
         self._driver.synchronize()
         self._undo.close()
 
-    def _map_all(
-        self, pool: DeviceSlotPool, rendezvous: Rendezvous, inbox: int, undo: ExitStack
-    ) -> tuple[list[int], list[int]]:
-        """Addresses of signals and pools by rank of the domain."""
-        flags = pool.num_slots * self.limits.max_chunks * 8
-        signals = create(self._driver, inbox + flags, undo)
-        mine = MappedMemory(self._driver, [signals])
-        undo.callback(mine.close)
-        self._driver.tensor(mine.address, mine.size).zero_()
-        self._driver.synchronize()  # before anybody can raise a flag in it
-        regions = tuple(region.size for region in pool.regions)
-        device = self._driver.uuid
-        layout = _Announcement(signals.size, regions, pool.num_slots, self.limits, device)
-        with ExitStack() as descriptors:
-            handshakes = self._rendezvous(rendezvous, layout, [signals, *pool.regions], descriptors)
-            addresses = []
-            for rank, handshake in zip(self.domain, handshakes, strict=True):
-                if rank == self.rank:
-                    own = MappedMemory(self._driver, pool.regions)
-                    undo.callback(own.close)
-                    addresses.append((mine.address, own.address))
-                else:
-                    addresses.append(self._map(handshake, undo))
-        return [signal for signal, _ in addresses], [slots for _, slots in addresses]
-
-    def _rendezvous(
-        self,
-        rendezvous: Rendezvous,
-        layout: _Announcement,
-        mine: list[Allocation],
-        descriptors: ExitStack,
-    ) -> list[Handshake]:
-        """Return the handshakes of all; ``descriptors`` closes those made or received."""
-        shareables = []
-        for allocation in mine:
-            shareables.append(self._driver.share(allocation.handle))
-            _close_later(shareables[-1], descriptors)
-        handshakes = rendezvous.swap(json.dumps(asdict(layout)).encode(), shareables)
-        for handshake in handshakes:
-            for shareable in handshake.shareables:
-                _close_later(shareable, descriptors)
-        for rank, handshake in zip(self.domain, handshakes, strict=True):
-            theirs = _Announcement.from_json(handshake.layout)
-            if theirs != layout:
-                raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
-            self._driver.require_peer(theirs.device, rank)
-        return handshakes
-
-    def _map(self, handshake: Handshake, undo: ExitStack) -> tuple[int, int]:
-        """Addresses at which another rank's signals and pool are mapped."""
-        layout = _Announcement.from_json(handshake.layout)
-        sizes = (layout.signal_bytes, *layout.region_bytes)
-        allocations = []
-        for size, shareable in zip(sizes, handshake.shareables, strict=True):
-            handle = self._driver.receive(shareable)
-            undo.callback(self._driver.release, handle)
-            allocations.append(Allocation(handle, size))
-        mapped = []
-        for group in (allocations[:1], allocations[1:]):
-            mapped.append(MappedMemory(self._driver, group))
-            undo.callback(mapped[-1].close)
-        return mapped[0].address, mapped[1].address
-
     def _table(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._driver.device)
 
@@ -348,8 +261,3 @@ class DeviceFabric:
         table = [0] * self.num_ranks
         table[self.domain.start : self.domain.stop] = addresses
         return self._table(table)
-
-
-def _close_later(shareable: int | bytes, descriptors: ExitStack) -> None:
-    if isinstance(shareable, int):
-        descriptors.callback(os.close, shareable)

@@ -19,7 +19,8 @@ from ultraep_serve.balance.backend import (
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer, HostSamples
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
@@ -39,11 +40,12 @@ class HostBackend:
         self.layers: list[LayerSlots] = []
         config = setup.config
         per_layer = config.slot_memory == "per_layer"
-        self._pool = HostSlotPool(setup.shape.num_replica_slots, setup.chunk_bytes, per_layer)
+        slots = setup.shape.num_replica_slots
+        self._pool = SlotPool(HostMemory(), slots, setup.chunk_bytes, per_layer)
 
     @property
     def slot_bytes(self) -> int:
-        return self._pool.size
+        return self._pool.slot_bytes
 
     def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
         self.layers.append(self._pool.adopt(masters))

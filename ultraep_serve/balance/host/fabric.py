@@ -1,8 +1,7 @@
 """How the ranks of one domain reach each other: shared memory, epochs and bounded waits.
 
-Every rank owns a segment (its flag, its two rows, its chunk flags) and a slot pool, both anonymous
-shared memory that vanishes with its last process. Ranks find each other's through a handshake
-file in the run directory, which names the process and its descriptors.
+Every rank owns signals (its flag, its two rows, its chunk flags) and a slot pool, both anonymous
+shared memory that vanishes with its last process, which all map (``balance.rendezvous``).
 
 An epoch is one exchange. All ranks run the same exchanges in the same order, so the epoch is a
 local counter, flags only grow, and nothing is ever reset.
@@ -11,49 +10,26 @@ Tables are indexed by rank of the whole group, as plans are; other domains' entr
 plan moves weights there.
 """
 
-import json
-import os
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
 from ultraep_kernels.host.stream import StreamTables, stream_chunks
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.memory import shareable_memory
-from ultraep_serve.balance.host.peers import Peers, open_memory_of
-from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
+from ultraep_serve.balance.host.peers import Peers
+from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.balance.watch import WATCH_SECONDS
-from ultraep_serve.errors import FabricError, PeerTimeoutError
-from ultraep_serve.system.topology import Location
-from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.errors import FabricError
+from ultraep_serve.system.topology import Location, is_process_alive
 
 __all__ = ["HostFabric"]
-
-
-@dataclass(frozen=True)
-class _Handshake:
-    """What a rank publishes about itself."""
-
-    process: int
-    segment: int  # file descriptor
-    segment_bytes: int
-    pool: int  # file descriptor
-    pool_bytes: int
-    row_width: int
-    num_slots: int
-    max_chunks: int
-
-    @property
-    def slot_layout(self) -> tuple[int, ...]:
-        """What must be the same on every rank."""
-        return self.row_width, self.num_slots, self.max_chunks, self.pool_bytes
 
 
 class HostFabric:
@@ -64,7 +40,7 @@ class HostFabric:
         run_path: Path,
         location: Location,
         row_width: int,
-        pool: HostSlotPool,
+        pool: SlotPool,
         max_chunks: int,
         timeout_seconds: float,
         all_gather: HostAllGather | None = None,
@@ -83,37 +59,27 @@ class HostFabric:
         self.row_width = row_width
         self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
-        segment_bytes = chunk_flags + pool.num_slots * max_chunks * 8
-        segment = shareable_memory("ultraep-fabric")
-        os.ftruncate(segment, segment_bytes)
-        handshake = _Handshake(
-            process=os.getpid(),
-            segment=segment,
-            segment_bytes=segment_bytes,
-            pool=pool.descriptor,
-            pool_bytes=pool.size,
-            row_width=row_width,
-            num_slots=pool.num_slots,
-            max_chunks=max_chunks,
+        signal_bytes = chunk_flags + pool.num_slots * max_chunks * 8
+        rendezvous = SocketRendezvous(
+            run_path, self.rank, self.domain, timeout_seconds * CONNECT_FACTOR
         )
-        self._mappings: list[tuple[int, int]] = []
-
-        files = RunFiles(run_path)
-        path = files.handshake(self.rank)
-        path.unlink(missing_ok=True)  # of an earlier run
-        files.publish(path, json.dumps(asdict(handshake)).encode())
-        self._handshakes = self._rendezvous(files, handshake)
-        processes = {rank: other.process for rank, other in self._handshakes.items()}
+        with ExitStack() as undo:
+            limits = [row_width, max_chunks]
+            mapped = map_domain(pool, rendezvous, location, signal_bytes, limits, undo)
+            self._undo = undo.pop_all()
+        processes = dict(zip(self.domain, mapped.processes, strict=True))
+        if 0 in mapped.processes or not is_process_alive(processes[self.rank]):
+            raise FabricError(
+                f"rank {self.rank} cannot see the other ranks' processes; the ranks of a domain "
+                "must run in one process namespace, with /proc mounted"
+            )
         self._peers = Peers(self.rank, processes, timeout_seconds)
-        segments, pools = self._map_all()
-        inside = segments[self.domain.start : self.domain.stop]
+        inside = np.array(mapped.signals, dtype=np.int64)
         self._flags = inside
         self._rows = inside + FLAG_BYTES
-        self._chunk_flags = np.where(segments > 0, segments + chunk_flags, 0)
-        self._pools = pools
+        self._chunk_flags = self._of_group(inside + chunk_flags)
+        self._pools = self._of_group(mapped.pools)
         self._exchange_inside(np.zeros(row_width, dtype=np.int64))  # all have mapped all
-        os.close(segment)
-        path.unlink(missing_ok=True)
 
     def wait_at_least(self, seconds: float) -> None:
         """Lengthen later waits, where other ranks may have to compile first.
@@ -202,10 +168,8 @@ class HostFabric:
             self._wait(lambda spins: self._arrived(flags, spins), "replicated experts")
 
     def close(self) -> None:
-        """Unmap the other ranks' memory."""
-        for address, size in self._mappings:
-            unmap(address, size)
-        self._mappings.clear()
+        """Unmap everybody's memory."""
+        self._undo.close()
 
     def _arrived(self, flags: NDArray[np.int64], spins: int) -> bool:
         return bool(wait_flags(flags, self.epoch, spins) == flags.size)
@@ -213,53 +177,8 @@ class HostFabric:
     def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
         self._peers.wait(is_done, what, self._flags, self.epoch)
 
-    def _rendezvous(self, files: RunFiles, own: _Handshake) -> dict[int, _Handshake]:
-        """The handshakes of the domain's ranks, by rank."""
-        deadline = time.monotonic() + self._timeout_seconds * CONNECT_FACTOR
-        handshakes: dict[int, _Handshake] = {}
-        for rank in self.domain:
-            path = files.handshake(rank)
-            while (found := _published(path)) is None:
-                if not files.handshake(self.rank).exists():
-                    raise FabricError(
-                        f"somebody deletes the files in {files.path} while ranks meet there; start "
-                        "the engine again"
-                    )
-                if time.monotonic() > deadline:
-                    raise PeerTimeoutError(
-                        f"rank {self.rank} waited for rank {rank} of {self.num_ranks}, which did "
-                        "not come; look for its error in the engine's log"
-                    )
-                time.sleep(0.01)
-            handshakes[rank] = found
-        for rank, other in handshakes.items():
-            if other.slot_layout != own.slot_layout:
-                raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
-        return handshakes
-
-    def _map_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Addresses of segments and pools (R,), 0 for the ranks of other domains."""
-        segments = np.zeros(self.num_ranks, dtype=np.int64)
-        pools = np.zeros(self.num_ranks, dtype=np.int64)
-        for rank, handshake in self._handshakes.items():
-            segments[rank] = self._map(
-                handshake.process, handshake.segment, handshake.segment_bytes
-            )
-            pools[rank] = self._map(handshake.process, handshake.pool, handshake.pool_bytes)
-        return segments, pools
-
-    def _map(self, process: int, descriptor: int, size: int) -> int:
-        mine = open_memory_of(process, descriptor)
-        try:
-            address = map_pool(mine, size)
-        finally:
-            os.close(mine)
-        self._mappings.append((address, size))
-        return address
-
-
-def _published(path: Path) -> _Handshake | None:
-    try:
-        return _Handshake(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
+    def _of_group(self, addresses: ArrayLike) -> NDArray[np.int64]:
+        """The domain's ``addresses`` in (R,), 0 for the ranks of other domains."""
+        table = np.zeros(self.num_ranks, dtype=np.int64)
+        table[self.domain.start : self.domain.stop] = addresses
+        return table

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host.exchange import wait_flags
 
-from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import is_process_alive
 
-__all__ = ["Peers", "open_memory_of"]
+__all__ = ["Peers"]
 
 _SPINS = 20_000  # looks at a flag before the core is offered to others, some tens of microseconds
 _PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
@@ -77,15 +77,3 @@ class Peers:
         raise PeerTimeoutError(
             f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
         )
-
-
-def open_memory_of(process: int, descriptor: int) -> int:
-    """Another process's shared memory as a descriptor of this one's. Raises FabricError."""
-    try:
-        return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-    except OSError as error:
-        raise FabricError(
-            f"cannot open the shared memory of process {process}: {error}; "
-            "the ranks of a domain must run on one host, as one user, in one process "
-            "namespace, with /proc mounted"
-        ) from error

@@ -17,6 +17,7 @@ from torch import nn
 
 from ultraep_serve.balance.backend import Backend, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
@@ -64,7 +65,7 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
         raise UnsupportedError(f"experts on {device} cannot be balanced")
     # Only here: needs Triton, which a host without a GPU may do without.
     from ultraep_serve.balance.cuda.backend import DeviceBackend
-    from ultraep_serve.balance.cuda.driver import HandleKind, open_driver
+    from ultraep_serve.balance.cuda.driver import open_driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
     kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR

@@ -1,24 +1,34 @@
-"""How ranks of a domain hand each other their memory: its layout, and handles to import."""
+"""How the ranks of a domain reach each other's memory: they meet, and map what each hands out.
 
+Every rank has signals (what its fabric exchanges by) and a slot pool. Ranks of one host pass
+descriptors over Unix sockets in the run directory; between hosts a channel of the engine's takes
+fabric handles.
+"""
+
+import json
 import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
+from ultraep_serve.balance.memory import Allocation, HandleKind, MappedMemory, Shareable, create
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["GatherRendezvous", "Handshake", "Rendezvous", "SocketRendezvous"]
+__all__ = ["GatherRendezvous", "Handshake", "Rendezvous", "SocketRendezvous", "map_domain"]
 
 _HEADER = struct.Struct("!iqi")  # rank, bytes of the layout, descriptors
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _DESCRIPTORS_PER_MESSAGE = 200  # the kernel takes at most 253
 _RETRY_SECONDS = 0.01
+_LOOK_SECONDS = 0.5  # between two looks at whether this rank's socket is still there
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,7 @@ class Handshake:
 
     layout: bytes
     shareables: list[Shareable]  # descriptors received must be closed
+    process: int = 0  # its number here; 0 where it cannot be seen
 
 
 class Rendezvous(Protocol):
@@ -41,19 +52,105 @@ class Rendezvous(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class _Announcement:
+    """What a rank tells the others about its memory."""
+
+    signal_bytes: int
+    region_bytes: list[int]
+    num_slots: int
+    limits: list[int]  # of its fabric
+    device: str = field(compare=False)  # its UUID
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Where the memory of a domain's ranks is mapped here, by rank of the domain."""
+
+    signals: list[int]  # addresses
+    pools: list[int]
+    processes: list[int]  # 0 where it cannot be seen
+
+
+def map_domain(
+    pool: SlotPool,
+    rendezvous: Rendezvous,
+    location: Location,
+    signal_bytes: int,
+    limits: list[int],
+    undo: ExitStack,
+) -> Domain:
+    """Map the signals and slots of all ranks of this one's domain until ``undo`` is closed.
+
+    All layers have been adopted by ``pool``. Signals are 0 before any rank sees them. ``limits``
+    must be the same on every rank. Raises what the rendezvous and the pool's driver raise,
+    FabricError when a rank differs, UnsupportedError where one's memory is out of reach.
+    """
+    driver = pool.driver
+    if rendezvous.kind is not driver.kind:
+        raise FabricError(
+            f"memory is shared by {driver.kind.value}, the ranks swap {rendezvous.kind.value}; "
+            "they must agree"
+        )
+    memory = [create(driver, signal_bytes, undo), *pool.regions]
+    signals = _mapped(pool, memory[:1], undo)
+    driver.tensor(signals, memory[0].size).zero_()
+    driver.synchronize()  # before anybody can raise a flag in it
+    sizes = [each.size for each in memory]
+    mine = _Announcement(sizes[0], sizes[1:], pool.num_slots, limits, driver.uuid)
+    found = Domain([], [], [])
+    with ExitStack() as descriptors:
+        shareables = []
+        for allocation in memory:
+            shareables.append(driver.share(allocation.handle))
+            _close_later(shareables[-1], descriptors)
+        handshakes = rendezvous.swap(json.dumps(asdict(mine)).encode(), shareables)
+        for handshake in handshakes:
+            for shareable in handshake.shareables:
+                _close_later(shareable, descriptors)
+        for rank, handshake in zip(location.domain, handshakes, strict=True):
+            theirs = _Announcement(**json.loads(handshake.layout))
+            if theirs != mine:
+                raise FabricError(f"rank {rank} laid out its slots unlike rank {location.rank}")
+            driver.require_peer(theirs.device, rank)
+            found.processes.append(handshake.process)
+            if rank == location.rank:
+                found.signals.append(signals)
+                found.pools.append(_mapped(pool, pool.regions, undo))
+                continue
+            received = []
+            for size, shareable in zip(sizes, handshake.shareables, strict=True):
+                received.append(Allocation(driver.receive(shareable), size))
+                undo.callback(driver.release, received[-1].handle)
+            found.signals.append(_mapped(pool, received[:1], undo))
+            found.pools.append(_mapped(pool, received[1:], undo))
+    return found
+
+
+def _mapped(pool: SlotPool, allocations: Sequence[Allocation], undo: ExitStack) -> int:
+    mapped = MappedMemory(pool.driver, allocations)
+    undo.callback(mapped.close)
+    return mapped.address
+
+
+def _close_later(shareable: Shareable, descriptors: ExitStack) -> None:
+    if isinstance(shareable, int):
+        descriptors.callback(os.close, shareable)
+
+
 class SocketRendezvous:
     """Ranks of one host find each other in a directory and pass descriptors over Unix sockets."""
 
     kind = HandleKind.FILE_DESCRIPTOR
 
-    def __init__(self, run_path: Path, rank: int, num_ranks: int, timeout_seconds: float) -> None:
-        """``run_path`` is private to the user and this domain; ranks are counted within it.
+    def __init__(self, run_path: Path, rank: int, ranks: range, timeout_seconds: float) -> None:
+        """``run_path`` is private to the user; ``ranks`` are those of the domain.
 
         ``timeout_seconds`` is for all ranks to come, which includes loading their model.
         """
         self._run_path = run_path
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._ranks = ranks
         self._timeout_seconds = timeout_seconds
 
     def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
@@ -61,11 +158,11 @@ class SocketRendezvous:
         descriptors = [item for item in shareables if isinstance(item, int)]
         assert len(descriptors) == len(shareables), "fabric handles need no socket"
         deadline = time.monotonic() + self._timeout_seconds
-        found: dict[int, Handshake] = {self._rank: Handshake(layout, [])}
+        found = {self._rank: Handshake(layout, [], os.getpid())}
         with ExitStack() as undo, ExitStack() as connections:
             listener = connections.enter_context(self._listen())
             try:
-                for peer in range(self._num_ranks - 1):  # as many as there are others
+                for peer in self._ranks[:-1]:  # as many as there are others
                     connection = (
                         self._connect(peer, deadline)
                         if peer < self._rank
@@ -77,21 +174,21 @@ class SocketRendezvous:
                     found[rank] = handshake
             except TimeoutError:
                 raise PeerTimeoutError(
-                    f"{self._missing(found)} did not come within {self._timeout_seconds:g} s; "
-                    "see that every rank of the group was started"
+                    f"rank {self._rank} waited for {self._missing(found)}, which did not come "
+                    f"within {self._timeout_seconds:g} s; look for its error in the engine's log"
                 ) from None
             except OSError as error:
                 raise FabricError(
                     f"{self._missing(found)} did not complete the handshake: {error}; "
                     "a rank may have ended, see the logs of all ranks"
                 ) from error
-            if sorted(found) != list(range(self._num_ranks)):
-                raise FabricError(f"ranks {sorted(found)} came, not 0 to {self._num_ranks - 1}")
+            if sorted(found) != list(self._ranks):
+                raise FabricError(f"ranks {sorted(found)} came, not {list(self._ranks)}")
             undo.pop_all()
-        return [found[rank] for rank in range(self._num_ranks)]
+        return [found[rank] for rank in self._ranks]
 
     def _missing(self, found: dict[int, Handshake]) -> str:
-        return f"rank {', '.join(str(r) for r in range(self._num_ranks) if r not in found)}"
+        return f"rank {', '.join(str(rank) for rank in self._ranks if rank not in found)}"
 
     def _path_of(self, rank: int) -> Path:
         return RunFiles(self._run_path).socket(rank)
@@ -101,8 +198,9 @@ class SocketRendezvous:
         listener = _Listener(path)
         try:
             path.unlink(missing_ok=True)
-            listener.bind(str(path))
-            listener.listen(self._num_ranks)
+            with _address_of(path) as address:
+                listener.bind(address)
+            listener.listen(len(self._ranks))
         except OSError as error:
             listener.close()
             raise FabricError(f"cannot listen at {path}: {error}") from error
@@ -114,10 +212,12 @@ class SocketRendezvous:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 _set_deadline(connection, deadline)
-                connection.connect(str(self._path_of(peer)))
+                with _address_of(self._path_of(peer)) as address:
+                    connection.connect(address)
                 return connection
             except (FileNotFoundError, ConnectionRefusedError):
                 connection.close()
+                self._require_socket()
                 time.sleep(_RETRY_SECONDS)
             except BaseException:
                 connection.close()
@@ -125,10 +225,22 @@ class SocketRendezvous:
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
         """Accept a connection from any higher rank."""
-        _set_deadline(listener, deadline)
-        connection = listener.accept()[0]
-        connection.settimeout(listener.gettimeout())
-        return connection
+        while True:
+            _set_deadline(listener, min(deadline, time.monotonic() + _LOOK_SECONDS))
+            try:
+                connection = listener.accept()[0]
+            except TimeoutError:
+                self._require_socket()
+                continue
+            _set_deadline(connection, deadline)
+            return connection
+
+    def _require_socket(self) -> None:
+        if not self._path_of(self._rank).exists():
+            raise FabricError(
+                f"somebody deletes the files in {self._run_path} while ranks meet there; start the "
+                "engine again"
+            )
 
     def _send(self, peer: socket.socket, layout: bytes, descriptors: list[int]) -> None:
         peer.sendall(_HEADER.pack(self._rank, len(layout), len(descriptors)) + layout)
@@ -176,6 +288,16 @@ class _Listener(socket.socket):
         self._path.unlink(missing_ok=True)
 
 
+@contextmanager
+def _address_of(path: Path) -> Iterator[str]:
+    """A socket's address, which has room for 107 bytes, for a ``path`` of any length."""
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 def _receive(peer: socket.socket, undo: ExitStack) -> tuple[int, Handshake]:
     """Receive a rank's handshake; ``undo`` closes its descriptors."""
     rank, size, count = _HEADER.unpack(_read(peer, _HEADER.size))
@@ -190,7 +312,9 @@ def _receive(peer: socket.socket, undo: ExitStack) -> tuple[int, Handshake]:
         if not data or len(batch) != wanted:
             raise OSError(f"rank {rank} sent {len(batch)} of {wanted} descriptors (see ulimit -n)")
         descriptors += batch
-    return rank, Handshake(layout, descriptors)
+    size = _CREDENTIALS.size
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return rank, Handshake(layout, descriptors, _CREDENTIALS.unpack(credentials)[0])
 
 
 def _read(peer: socket.socket, size: int) -> bytes:

@@ -1,7 +1,9 @@
-"""Replica slots behind each layer's masters, on CUDA; twin of ``ultraep_serve.balance.host.slots``.
+"""Replica slots behind each layer's masters, in the memory of the host or of a GPU.
 
-Masters are copied to memory of their own that ends on a granularity boundary (2 MiB on today's
-GPUs), and the pool's memory is mapped right behind it: a slot costs its bytes once for all layers.
+One pool of S slots per rank serves all layers in turn, and each layer still sees one tensor of
+L + S experts per weight. Masters are copied to memory of their own that ends on a granularity
+boundary (2 MiB on today's GPUs, a page on the host), and the pool's memory is mapped right behind
+it: a slot costs its bytes once for all layers.
 
     reserved range of one tensor:  [ padding | masters (L) ][ slots (S) | padding ]
     memory behind it:                this layer's own         the pool's, in every layer
@@ -17,15 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from ultraep_serve.balance.backend import LayerSlots
-from ultraep_serve.balance.cuda.driver import Driver
-from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create, round_up
+from ultraep_serve.balance.memory import Allocation, Driver, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["ALIGNMENT", "MOST_CHUNK_BYTES", "DeviceSlotPool"]
+__all__ = ["ALIGNMENT", "SlotPool"]
 
 ALIGNMENT = 128  # bytes, of a tensor's start; TMA asks for 16, and for 128 in shared memory
-# of a chunk, which one program copies: an expert of 8 MiB then keeps 32 multiprocessors busy
-MOST_CHUNK_BYTES = 1 << 18
 _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 
 
@@ -52,20 +51,16 @@ class _Arena:
     used: int = 0
 
 
-class DeviceSlotPool:
+class SlotPool:
     """This rank's replica slots: memory that other ranks write and every layer reads."""
 
     def __init__(
         self, driver: Driver, num_slots: int, chunk_bytes: int, per_layer: bool = False
     ) -> None:
-        """Make a pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own.
-
-        Chunks have ``chunk_bytes``, but not more than MOST_CHUNK_BYTES.
-        """
-        self.num_slots = num_slots
+        """Make a pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own."""
+        self.driver, self.num_slots = driver, num_slots
         self.regions: list[Allocation] = []  # one after another, as every rank maps them
-        self._driver = driver
-        self._chunk_bytes = min(chunk_bytes, MOST_CHUNK_BYTES)
+        self._chunk_bytes = chunk_bytes
         self._per_layer = per_layer
         self._shared: dict[tuple[int, int, int], tuple[Allocation, int]] = {}
         self._arena = _Arena(address=0, offset=0, size=0)
@@ -110,7 +105,7 @@ class DeviceSlotPool:
         self._arena = _Arena(address=0, offset=0, size=0)
 
     def _layout_of(self, tensor: torch.Tensor) -> _TensorLayout:
-        if tensor.device == self._driver.device and tensor.dim() and tensor.shape[0]:
+        if tensor.device == self.driver.device and tensor.dim() and tensor.shape[0]:
             inner = list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
             numel = tensor[0].numel()
             extent = 1 + sum((length - 1) * stride for length, stride in inner) if numel else 0
@@ -120,7 +115,7 @@ class DeviceSlotPool:
                 return _TensorLayout(tensor.shape[0], size, (step, *tensor.stride()[1:]))
         raise UnsupportedError(
             f"expert tensor {tuple(tensor.shape)} with strides {tensor.stride()} on "
-            f"{tensor.device} does not hold one expert after another on {self._driver.device} "
+            f"{tensor.device} does not hold one expert after another on {self.driver.device} "
             "and cannot be copied slot by slot"
         )
 
@@ -130,7 +125,7 @@ class DeviceSlotPool:
         """Aliases and the offset of each one's slot 0 within the pool."""
         storages = [tensor.untyped_storage().data_ptr() for tensor in masters]
         aliases, offsets = [], []
-        self._driver.reclaim()
+        self.driver.reclaim()
         for index, (tensor, layout) in enumerate(zip(masters, layouts, strict=True)):
             alias, offset = self._move(index, tensor, layout)
             aliases.append(alias)
@@ -150,13 +145,16 @@ class DeviceSlotPool:
         address, offset = place(index, layout)
         self._extra_bytes -= layout.master_bytes
         size = (layout.num_masters + self.num_slots) * layout.expert_bytes
-        window = self._driver.tensor(address, size).view(masters.dtype)
-        alias = window.as_strided(shape, layout.strides)
+        window = self.driver.tensor(address, size)
+        alias = window.view(masters.dtype).as_strided(shape, layout.strides)
         alias[: layout.num_masters].copy_(masters)
+        window[
+            layout.master_bytes :
+        ].zero_()  # Linux puts a page on the node of who writes it first
         return alias, offset
 
     def _is_packed(self, layout: _TensorLayout) -> bool:
-        padding = -layout.master_bytes % self._driver.granularity
+        padding = -layout.master_bytes % self.driver.granularity
         slots_cost_less = self.num_slots * layout.expert_bytes <= padding
         return slots_cost_less or layout.master_bytes % ALIGNMENT != 0
 
@@ -164,9 +162,9 @@ class DeviceSlotPool:
         """Map the pool behind masters; return their address and slot 0's offset in the pool."""
         region, offset = self._region(index, layout.expert_bytes)
         with ExitStack() as undo:
-            front = create(self._driver, layout.master_bytes, undo)
+            front = create(self.driver, layout.master_bytes, undo, is_shared=False)
             self._extra_bytes += front.size
-            mapped = MappedMemory(self._driver, [front, region])
+            mapped = MappedMemory(self.driver, [front, region])
             undo.callback(mapped.close)
             self._undo.callback(undo.pop_all().close)
         return mapped.address + front.size - layout.master_bytes, offset
@@ -181,8 +179,8 @@ class DeviceSlotPool:
         """Put masters and slots side by side; return the masters' address and slot 0's offset."""
         size = layout.master_bytes + self.num_slots * layout.expert_bytes
         if self._arena.size - self._arena.used < size:
-            region, offset = self._grow(max(size, _ARENA_UNITS * self._driver.granularity))
-            mapped = MappedMemory(self._driver, [region])
+            region, offset = self._grow(max(size, _ARENA_UNITS * self.driver.granularity))
+            mapped = MappedMemory(self.driver, [region])
             self._undo.callback(mapped.close)
             self._arena = _Arena(mapped.address, offset, region.size)
         start = self._arena.used
@@ -192,7 +190,7 @@ class DeviceSlotPool:
     def _grow(self, size: int) -> tuple[Allocation, int]:
         """Return new memory at the end of the pool, and its offset."""
         offset = self.size
-        self.regions.append(create(self._driver, size, self._undo))
+        self.regions.append(create(self.driver, size, self._undo))
         return self.regions[-1], offset
 
     def _empty(self, masters: torch.Tensor, layout: _TensorLayout) -> None:
@@ -200,4 +198,4 @@ class DeviceSlotPool:
         storage = masters.untyped_storage()
         if storage.resizable() and storage.nbytes() <= layout.master_bytes:
             storage.resize_(0)
-            self._driver.reclaim()
+            self.driver.reclaim()

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.host_driver import HostDriver
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.balance.cuda.driver import HandleKind
-from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, SocketRendezvous
+from ultraep_serve.balance.memory import HandleKind
+from ultraep_serve.balance.rendezvous import GatherRendezvous, SocketRendezvous
 from ultraep_serve.errors import FabricError
 
 
@@ -27,7 +27,7 @@ def swap_memory(rank: int, num_ranks: int, run_path: Path, count: int) -> list[t
         os.write(mine[-1], f"rank {rank} memory {index}".encode())
     before = open_descriptors()
     time.sleep(0.05 * ((rank * 3) % num_ranks))  # they do not come in order
-    handshakes = SocketRendezvous(run_path, rank, num_ranks, 30.0).swap(
+    handshakes = SocketRendezvous(run_path, rank, range(num_ranks), 30.0).swap(
         f"layout {rank}".encode(), mine
     )
     assert open_descriptors() == before + (num_ranks - 1) * count  # no socket is left
@@ -61,7 +61,7 @@ def test_a_socket_of_an_earlier_run_is_replaced(run_path: Path) -> None:
 
 def come_or_stay_away(rank: int, run_path: Path, absent: int) -> None:
     if rank != absent:
-        SocketRendezvous(run_path, rank, 3, 0.5).swap(b"", [])
+        SocketRendezvous(run_path, rank, range(3), 0.5).swap(b"", [])
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
@@ -69,7 +69,8 @@ def test_a_rank_that_does_not_come_is_an_error(run_path: Path, absent: int) -> N
     outcomes = outcomes_of_ranks(come_or_stay_away, 3, run_path, absent)
     outcomes.pop(absent)
     assert [outcome.error for outcome in outcomes] == ["PeerTimeoutError"] * 2
-    assert all(str(absent) in outcome.message.split(" did not come")[0] for outcome in outcomes)
+    for outcome in outcomes:
+        assert str(absent) in outcome.message.split("waited for rank ")[1].split(", which")[0]
     assert list(run_path.iterdir()) == []
 
 
@@ -87,14 +88,20 @@ def test_a_rank_that_ends_half_way_leaves_no_descriptors(run_path: Path) -> None
             os._exit(0)
         listener.close()
         with pytest.raises(FabricError, match="sent 1 of 2 descriptors"):
-            SocketRendezvous(run_path, 1, 2, 5.0).swap(b"", [])
+            SocketRendezvous(run_path, 1, range(2), 5.0).swap(b"", [])
         os.waitpid(pid, 0)
     assert open_descriptors() == before
 
 
+def test_a_directory_may_have_a_long_name(tmp_path: Path) -> None:
+    (folder := tmp_path / ("long" * 40)).mkdir()
+    run_ranks(swap_memory, 2, 2, folder, 1)
+    assert list(folder.iterdir()) == []
+
+
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FabricError, match="cannot listen"):
-        SocketRendezvous(tmp_path / "gone", 0, 2, 5.0).swap(b"", [])
+        SocketRendezvous(tmp_path / "gone", 0, range(2), 5.0).swap(b"", [])
 
 
 def test_fabric_handles_go_through_the_engines_own_channel() -> None:
