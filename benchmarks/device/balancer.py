@@ -61,12 +61,14 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
         require_equal(replay(), physical, f"replay with policy {policy.value}")
     for layer in [*range(LAYERS), *range(LAYERS)]:  # a batch goes by the one before last
         balancer.route(layer, ids, sizes.tokens)
+        balancer.receive()
         balancer.computed()
     fabric.require_peers()
     recorder.events.clear()
     for _ in range(TIMED_EVERY):  # among which there is one whose stages are timed
         for layer in range(LAYERS):
             require_equal(balancer.route(layer, ids, sizes.tokens), twin, "launched batch")
+            balancer.receive()
             balancer.computed()
         fabric.require_peers()  # waits, so that the record is there
     balancer.computed()
@@ -93,6 +95,7 @@ def check_left_alone(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[st
     for _ in range(2):
         for layer in range(LAYERS):
             require_equal(balancer.route(layer, ids, sizes.tokens), identity, "launched layer")
+            balancer.receive()
             balancer.computed()
     decisions = {event["decision"] for event in recorder.events}
     assert decisions == {Decision.BALANCED}, decisions
@@ -113,16 +116,19 @@ def layer_times(
 ) -> dict[str, Any]:
     """Of the layer behind a batch's first: the device's time, and the host's."""
     balancer.route(0, ids, tokens)
+    balancer.receive()
     balancer.computed()
     _, microseconds = bench.replayed(lambda: balancer.route(LAYERS - 1, ids, tokens))
     took = []
     for _ in range(1 if bench.interpreted else HOST_REPETITIONS):
         balancer.route(0, ids, tokens)
+        balancer.receive()
         balancer.computed()
         balancer._fabric.require_peers()  # waits
         began = time.perf_counter()
         balancer.route(LAYERS - 1, ids, tokens)
         took.append(1e6 * (time.perf_counter() - began))
+        balancer.receive()
         balancer.computed()
     host = None if bench.interpreted else statistics.median(took)
     met = [

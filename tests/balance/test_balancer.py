@@ -15,7 +15,6 @@ from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.slots import SlotPool
-from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.plan.context import PlanContext
@@ -85,6 +84,7 @@ class Rig:
 
     def route(self, ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
         physical = self.balancer.route(layer, ids, ids.shape[0])
+        self.balancer.receive()
         self.balancer.computed()
         return physical
 
@@ -227,8 +227,9 @@ def test_speeds_that_ranks_measure_reach_the_plan() -> None:
     rig.fabric.answer = slower
     for batch in range(46):
         rig.balancer.route(0, skewed(1536), 1536)
-        with expert_clock:
-            time.sleep(0.002)
+        clock = rig.balancer.receive()
+        time.sleep(0.002)
+        clock.stop()
         rig.balancer.computed()
         assert rig.notes.records[-1].experts_ns >= 2_000_000
         if batch == 40:

@@ -24,7 +24,7 @@ from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -133,8 +133,9 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
                     strike()
                 return "stopped"
             _Struck.batch = -1 if fault.when == "stop" else batch
-            joined.route(0, ids, Batch(64))
-            joined.computed()
+            joined.balancer.route(0, ids, 64)
+            joined.balancer.receive()
+            joined.balancer.computed()
     return ""
 
 

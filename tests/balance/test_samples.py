@@ -34,7 +34,7 @@ def batches_until_off(server: SampledRank, fault: Fault, most: int) -> int:
                 fault.put(server.state, patch)
             server.serve()
         dist.barrier()
-        doubted = server.page.is_in_doubt or server.joined._balancer._samples.is_in_doubt
+        doubted = server.page.is_in_doubt or server.joined.balancer._samples.is_in_doubt
         anybody = torch.tensor([int(doubted)])
         dist.all_reduce(anybody)
         if anybody:
@@ -119,9 +119,9 @@ def test_samples_take_all_layers_in_turn(every: int, layers: int) -> None:
 
 def serve_without_samples(rank: int, run_path: Path) -> int:
     server = SampledRank(rank, run_path, TokenView.OWN, verify_every=0)
-    before = server.joined._balancer._fabric.epoch
+    before = server.joined.balancer._fabric.epoch
     server.serve()
-    epochs: int = server.joined._balancer._fabric.epoch - before
+    epochs: int = server.joined.balancer._fabric.epoch - before
     return epochs
 
 

@@ -15,7 +15,7 @@ from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, make_backend
+from ultraep_serve.engines.common.group import BalancedLayers, EngineRank, make_backend
 from ultraep_serve.errors import FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
@@ -42,14 +42,14 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
     joined.mark_ready(logging.getLogger("test"))
     ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
     for index, parameters in enumerate(layers):
-        physical = joined.route(index, ids, Batch(64))
-        assert physical.dtype == ids.dtype  # as the router gave them
+        physical = joined.balancer.route(index, ids, 64)
+        joined.balancer.receive()
         assert (physical // SHAPE.num_local).unique().tolist() == [0, 1]
         for parameter in parameters:
             assert parameter.shape[0] == SHAPE.num_local
             assert (parameter[:4] == 1 + rank).all()
             assert rank == 0 or (parameter[4] == 1).all()  # rank 0's expert has come
-        joined.computed()
+        joined.balancer.computed()
     joined._recorder.write_kept()
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
@@ -88,13 +88,14 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
             if rank == changer:
                 page.set_policy(Policy.OFF)
             wait.gather(np.zeros(1, np.int64))
-            physical = joined.route(0, ids, Batch(64))
+            physical = joined.balancer.route(0, ids, 64)
+            joined.balancer.receive()
             if changer == 0 or view is TokenView.SHARED:  # else tokens stay at home where they can
                 used = (physical // shape.num_local).unique().tolist()
                 assert used == ([0, 2] if changer == 0 else [0, 1, 2, 3])
             if rank % 2:
                 assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
-            joined.computed()
+            joined.balancer.computed()
             wait.gather(np.zeros(1, np.int64))
     joined._recorder.write_kept()
     ring = RingReader(RunFiles(home).ring(rank))
@@ -170,19 +171,21 @@ def compile_for_long(rank: int, run_path: Path) -> str:
         )
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)
     for _ in range(3):  # as graphs are captured
-        joined.route(0, ids[:4], Batch(4))
-        joined.computed()
+        joined.balancer.route(0, ids[:4], 4)
+        joined.balancer.receive()
+        joined.balancer.computed()
     for last in (False, False, True):
         if last:
             joined.end_loading(logging.getLogger("test"))
         compile_kernels()
         if last and rank != 3:
             with pytest.raises(PeerTimeoutError, match="did not answer within 1 s") as raised:
-                joined.route(0, ids, Batch(64))
+                joined.balancer.route(0, ids, 64)
             return str(raised.value)
         if not last:
-            joined.route(0, ids, Batch(64))
-            joined.computed()
+            joined.balancer.route(0, ids, 64)
+            joined.balancer.receive()
+            joined.balancer.computed()
     return ""
 
 

@@ -11,8 +11,8 @@ from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.speeds import follow
 
 from ultraep_serve.balance.speeds import (
+    HostClock,
     RankSpeeds,
-    expert_clock,
     fixed_speeds,
 )
 from ultraep_serve.costs.model import IntegerCosts
@@ -201,17 +201,11 @@ def test_other_speeds_are_refused(text: str) -> None:
         parse_speeds(text)
 
 
-def test_the_clock_counts_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    @expert_clock
-    def compute() -> str:
-        return "done"
-
-    times = iter([10, 30, 100, 105])
-    expert_clock.take()
+def test_the_clock_counts_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10, 30])
     with monkeypatch.context() as patched:
         patched.setattr("time.perf_counter_ns", lambda: next(times))
-        assert compute() == "done"
-        with expert_clock:
-            pass
-    assert expert_clock.take() == 25
-    assert expert_clock.take() == 0
+        clock = HostClock()
+        assert clock.nanoseconds == 0
+        clock.stop()
+    assert clock.nanoseconds == 20

@@ -13,8 +13,8 @@ from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import rendezvous as locating
+from ultraep_serve.engines.common.group import make_backend
 from ultraep_serve.engines.common.rendezvous import find_location
-from ultraep_serve.engines.common.setup import make_backend
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import Location, domain_of, host_identity, locate
 from ultraep_serve.telemetry.reader import RingReader

@@ -35,7 +35,6 @@ from tests.support.interpreter import INTERPRETED
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.cuda.recording import PendingBatch
-from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
@@ -110,6 +109,8 @@ def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> 
             host, device = (rig.balancer.route(layer, ids, tokens) for rig in rigs)
             assert device.dtype == ids.dtype
             assert torch.equal(host.int(), device.int()), (batch.name, layer)
+            for rig in rigs:
+                rig.balancer.receive()  # before that copies may be on their way
             filled += compare_slots(rank, rigs, layer, setup.shape.num_masters)
             for rig in rigs:
                 rig.balancer.computed()
@@ -125,7 +126,6 @@ def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> 
 
 def compare_slots(rank: int, rigs: tuple[Rig, Rig], layer: int, num_masters: int) -> int:
     """Slots that the host's plan filled, which must hold the master's bytes in both."""
-    rigs[1].balancer._arriving[0].begin_experts()  # before that they may be on their way
     routed, filled = rigs[0].balancer._routed, 0
     if routed is None or routed.plan is None:
         return 0
@@ -176,6 +176,7 @@ def turn_out_otherwise(rank: int, run_path: Path, setup: Setup) -> int:
             filled[batch] += compare_slots(rank, rigs, layer, masters)
             assert balancer._expected.left_alone == expected[batch]
             for rig in rigs:
+                rig.balancer.receive()
                 rig.balancer.computed()
     late.stop()
     for _ in routed:
@@ -206,7 +207,7 @@ def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
     for layer in range(LAYERS):
         routed = [rig.balancer.route(layer, own, 100, number) for number, own in enumerate(ids)]
         for number, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
-            rig.balancer._arriving[number].begin_experts()
+            rig.balancer.receive(number)
             slots = slots_read(rank, shape, layer, rig, logical, physical)
             assert {slot // shape.num_replica_slots for slot in slots} <= {number}
             replicas[number] += len(slots)
@@ -285,13 +286,11 @@ def test_experts_are_timed_in_the_stream_and_published() -> None:
     for _ in range(43):
         for layer in range(LAYERS):
             balancer.route(layer, ids, 100)
-            with expert_clock:
-                time.sleep(0.001)
-            with expert_clock:  # the second part
-                time.sleep(0.001)
+            clock = balancer.receive()
+            time.sleep(0.002)
+            clock.stop()
+            time.sleep(0.001)  # combine
             balancer.computed()
-            with expert_clock:  # of another model
-                time.sleep(0.001)
     took = [event["experts_ns"] for event in recorder.events]
     assert min(took) >= 2_000_000
     assert balancer._choice.asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // ids.numel()
@@ -305,6 +304,7 @@ def test_records_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         for layer in range(LAYERS):
             balancer.route(layer, even(0), 100)
+            balancer.receive()
             balancer.computed()
         balancer.route(0, even(0), 1)  # a small batch in between is counted in its turn
     assert recorder.events == []
@@ -329,6 +329,7 @@ def test_no_record_is_lost_where_a_batch_has_been_recorded_in_part(
     for _ in range(4):
         for layer in range(LAYERS):
             balancer.route(layer, even(0), 100)
+            balancer.receive()
             balancer.computed()
     found = [(event["batch"], event["layer"]) for event in recorder.events]
     assert (found, recorder.lost) == ([(1, 0), (1, 1)], 0)

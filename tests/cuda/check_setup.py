@@ -20,7 +20,7 @@ from ultraep_serve.balance.cuda.backend import DeviceBackend
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
 from ultraep_serve.proof import start
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
@@ -73,9 +73,10 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         for batch in range(2):
             for layer in range(LAYERS):
                 ids = skewed(rank if view is TokenView.OWN else 0)
-                physical = joined.route(layer, ids, Batch(100))
+                physical = joined.balancer.route(layer, ids, 100)
+                joined.balancer.receive()
                 assert torch.equal(physical < 0, ids < 0)
-                joined.computed()
+                joined.balancer.computed()
             loading = {600_000_000_000}  # while the engine compiles
             assert waited == ({60_000_000_000} if batch else loading)
             waited.clear()
@@ -138,9 +139,9 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
     ids[: len(ids) * 2 // 3] = 5  # of rank 2, wanted on both hosts
     filled = relayed = 0
     for layer in range(LAYERS):
-        joined.route(layer, ids.view(-1, 2).int(), Batch(320))
-        joined._balancer._arriving[0].begin_experts()
-        found = joined._balancer._plans[0].found
+        joined.balancer.route(layer, ids.view(-1, 2).int(), 320)
+        joined.balancer.receive()
+        found = joined.balancer._plans[0].found
         relayed += int((found.sends.parents[rank] >= 0).sum())
         for slot, expert in enumerate(found.slot_expert[rank].tolist()):
             if expert >= 0:
@@ -148,7 +149,7 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
                 owner, local = divmod(expert, 2)
                 for tensor, theirs in zip(layers[layer], masters_of(owner, layer, 2), strict=True):
                     assert torch.equal(tensor[2 + slot], theirs[local])
-        joined.computed()
+        joined.balancer.computed()
     made[0].fabric.exchange(torch.zeros(made[0].fabric.limits.row_width, dtype=torch.int32))
     return filled, relayed
 

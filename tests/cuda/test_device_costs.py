@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the device's backend launches kernels writ
 
 from ultraep_serve.balance.cuda import timing
 from ultraep_serve.balance.cuda.timing import device_seconds
-from ultraep_serve.engines.common.execution import compute_balanced
+from ultraep_serve.engines.common.group import LoadedLayers, _run_first_layer
 from ultraep_serve.types import ExpertShape, TokenView
 
 
@@ -44,11 +44,19 @@ def test_everything_that_is_timed_is_made_on_the_device() -> None:
             return tensors[0]
 
     device = torch.device("meta")  # has no values: a copy from the host would show
-    shape = ExpertShape(2, 8, 1)
+    loaded = LoadedLayers(
+        layers=[torch.nn.Module()],
+        parameters=[[torch.nn.Parameter(torch.ones(1, device=device))]],
+        shared=[],
+        shape=ExpertShape(2, 8, 1),
+        view=TokenView.OWN,
+        experts_per_token=2,
+        hidden_size=16,
+        dtype=torch.float32,
+    )
     execution: Any = Execution()
     for _ in range(2):
-        row = torch.ones((1, 16), device=device)
-        compute_balanced(execution, None, shape, TokenView.OWN, 2, row, 4096)
+        _run_first_layer(execution, loaded, 4096)
     assert {tensor.device for tensor in given} == {device}
     assert given[0].shape == (2048, 16)
     assert given[2] is given[5], "ids are made once for all repetitions"

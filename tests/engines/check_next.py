@@ -46,7 +46,7 @@ ENGINES = {
     "vllm": Engine(
         ".venv",
         (
-            *("ultraep_serve.engines.vllm.routed_experts", "ultraep_serve.engines.vllm.group"),
+            *("ultraep_serve.engines.vllm.load", "ultraep_serve.engines.vllm.model"),
             "vllm.entrypoints.cli.serve",
         ),
         (

@@ -91,14 +91,13 @@ def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, A
         name: run_batch(own, layers, weights, *BATCHES[name][min(rank, 1)])
         for name in batches_of(changes)
     }
-    group = own._group
-    assert group is not None
-    group.check_adopted(model)
+    own._check_adopted(model)
+    assert own._balanced is not None
     return {
         **found,
         "rows": [layer.w13_weight.shape[0] for layer in layers],
         "made": Buffer.made,
-        "view": group._balanced._setup.view.value,
+        "view": own._balanced._setup.view.value,
     }
 
 
@@ -112,16 +111,14 @@ def batches_of(changes: dict[str, Any]) -> list[str]:
 
 
 def in_registry(own: hooks._SchedulerHooks) -> None:
-    """SGLang's registry puts the hooks in place, in place of those of the settings before."""
-    targets = {target: own.by_target()[target] for target in (hooks.EXPERTS, hooks.GATHER)}
-    for target in targets:
-        restore(target)
-        HookRegistry._hooks.pop(target, None)
-        HookRegistry._patched.discard(target)
-    for target, (hook, kind) in targets.items():
-        HookRegistry.register(target, hook, kind)
+    """SGLang's registry puts the hook in place, in place of that of the settings before."""
+    target, (hook, kind) = hooks.GATHER, own.by_target()[hooks.GATHER]
+    restore(target)
+    HookRegistry._hooks.pop(target, None)
+    HookRegistry._patched.discard(target)
+    HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
-    assert all(hooks._is_in_place(target, hook) for target, (hook, _) in targets.items())
+    assert hooks._is_in_place(target, hook)
 
 
 def restore(target: str) -> None:
@@ -150,7 +147,7 @@ def run_batch(
         for layer, tensors in zip(layers, weights, strict=True)
     ]
     found: list[dict[str, Any]] = own.forward(
-        run_layers, SimpleNamespace(is_draft_worker=False), batch
+        run_layers, SimpleNamespace(is_draft_worker=False, model=torch.nn.ModuleList(layers)), batch
     )
     return found
 
@@ -184,13 +181,13 @@ def run_layer(
     tokens = num_tokens if owns_tokens else total
     batch = make_batch(rank if owns_tokens else 0, tokens, fakes.HIDDEN)
     taken = []
-    dispatch = layer.dispatcher.dispatch
-    layer.dispatcher.dispatch = lambda **call: (
+    dispatch = layer.dispatcher._original_dispatch_func  # behind the hooks
+    layer.dispatcher._original_dispatch_func = lambda **call: (
         taken.append(call["topk_output"].topk_ids),
         dispatch(**call),
     )[1]
     output = layer(batch.x, fakes.topk_of(batch)).float()
-    layer.dispatcher.dispatch = dispatch
+    layer.dispatcher._original_dispatch_func = dispatch
     if not owns_tokens:  # SGLang's models add up
         output = sum(everywhere(output))
     logical, physical = batch.ids, taken[0]

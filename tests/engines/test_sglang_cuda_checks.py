@@ -21,13 +21,14 @@ with warnings.catch_warnings():
     from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config
+    from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
     from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    from ultraep_serve.engines.sglang import checks, group, hooks, launch, plugin, quantised
+    from ultraep_serve.engines.sglang import checks, hooks, launch, model, plugin, quantised
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
@@ -171,7 +172,8 @@ def test_a_hooked_function_with_other_parameters_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hooks.check_hooked_functions()
-    monkeypatch.setattr(FusedMoE, "forward_impl", lambda self, topk_output, hidden_states: None)
+    other = lambda self, topk_output, hidden_states: None  # noqa: E731
+    monkeypatch.setattr(BaseDispatcher, "_dispatch_with_hook", other)
     with pytest.raises(UnsupportedError, match=r"takes \(self, topk_output, hidden_states\), not"):
         hooks.check_hooked_functions()
 
@@ -253,7 +255,7 @@ def test_tensors_outside_sglangs_rule_are_refused(as_parameter: bool) -> None:
     kept._sglang_require_global_experts = True  # type: ignore[attr-defined]  # as SGLang marks them
     layer.w13_alpha = kept if as_parameter else kept.data
     with pytest.raises(UnsupportedError, match=r"w13_alpha .* cannot be moved"):
-        group.movable_parameters(layer)
+        model.movable_parameters(layer)
 
 
 # Starting

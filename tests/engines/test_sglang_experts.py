@@ -16,12 +16,10 @@ with warnings.catch_warnings():
     import tests.support.sglang_fakes  # noqa: F401 - has what SGLang looks for
 
     # isort: split
-    from ultraep_serve.engines.sglang import hooks
-    from ultraep_serve.engines.sglang.cpu_experts import (
-        ACTIVATIONS,
-        compute_and_reduce,
-        compute_own,
-    )
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+
+    from ultraep_serve.engines.sglang import hooks, host
+    from ultraep_serve.engines.sglang.host import ACTIVATIONS, HostDispatcher, compute
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from ultraep_serve.config import BalanceConfig
@@ -95,7 +93,7 @@ def test_every_assignment_counts_once_however_many_rows_an_expert_has(
     layer = make_layer(name, biased, generator)
 
     with torch.compiler.set_stance("force_eager"):  # SGLang compiles the one of gpt-oss
-        found = compute_and_reduce(layer, x, weights, ids.int())
+        found = compute(layer, x, weights, ids.int())
 
     expected = expected_output(name, layer, x, weights, ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
@@ -113,7 +111,7 @@ def test_models_in_bfloat16_are_computed_in_float32_where_that_is_emulated(
     weights = torch.rand(64, TOP_K, generator=generator)
     ids = torch.randint(-1, len(ROWS), weights.shape, generator=generator)
     expected = expected_output("silu", layer, x, weights, ids)
-    error = (compute_own(layer, x, weights, ids.int()) - expected).norm() / expected.norm()
+    error = (compute(layer, x, weights, ids.int()) - expected).norm() / expected.norm()
     assert error < (0.01 if INSTRUCTION_SETS[name].bfloat16 else 0.003)
 
 
@@ -157,5 +155,30 @@ def test_experts_are_computed_where_nothing_is_balanced_too(
     chosen = SimpleNamespace(topk_weights=weights, topk_ids=ids.int())
     found = own.compute(pytest.fail, layer, x, chosen, None)
     expected = expected_output("silu", layer, x, weights, ids)
-    assert found.dtype == torch.bfloat16
+    assert found.dtype == torch.float32  # a part of the sum, rounded when it is complete
     assert (found - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "found"),
+    [
+        (torch.bfloat16, 8, [256.0, 0.0]),  # rounded once, by the first rank
+        (torch.bfloat16, 7, [254.0, 1.5]),  # SGLang adds these up
+        (torch.float32, 8, [254.5, 1.5]),
+    ],
+)
+def test_sums_of_large_batches_are_complete_before_they_are_rounded(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, found: list[float]
+) -> None:
+    parts = [torch.full((tokens, 1), value) for value in (254.5, 1.5)]
+    monkeypatch.setattr(StandardDispatcher, "combine", lambda self, part: part)
+    combined = []
+    for rank, part in enumerate(parts):
+        dispatcher: Any = HostDispatcher.__new__(HostDispatcher)
+        dispatcher._dtype, dispatcher._min_batch_tokens = dtype, 8
+        group = SimpleNamespace(all_reduce=lambda _: parts[0] + parts[1], rank_in_group=rank)
+        ranks = SimpleNamespace(moe_ep_group=group)
+        monkeypatch.setattr(host, "get_parallel", lambda ranks=ranks: ranks)
+        combined.append(dispatcher.combine(part.clone()))
+    assert {output.dtype for output in combined} == {dtype}
+    assert [float(output[0]) for output in combined] == found

@@ -37,8 +37,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 
-    from ultraep_serve.engines.sglang import checks, group, quantised
-    from ultraep_serve.engines.sglang.execution import DeviceExperts
+    from ultraep_serve.engines.sglang import checks, model, quantised
 
 from tests.support.experts import make_batch
 from tests.support.ranks import fresh_run_path, run_ranks
@@ -136,7 +135,7 @@ def loaded(case: Case, order: list[int], rank: int = 0) -> Any:
 
 
 def moving(layer: Any) -> dict[str, torch.Tensor]:
-    ids = {id(parameter) for parameter in group.movable_parameters(layer)}
+    ids = {id(parameter) for parameter in model.movable_parameters(layer)}
     return {name: own.data for name, own in layer.named_parameters() if id(own) in ids}
 
 
@@ -161,9 +160,9 @@ def test_whatever_is_an_experts_own_goes_with_it(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_given_the_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = loaded(CASES[name], list(range(SHAPE.num_masters)))
-    parameters, taken = group.movable_parameters(layer), []
+    parameters, taken = model.movable_parameters(layer), []
     fakes.note_kernel_calls(layer, partial(monkeypatch.setattr, raising=False), taken)
-    DeviceExperts().give_slots([layer], [parameters], SHAPE)
+    fakes.layers_of().resize([layer], [parameters], SHAPE.num_masters, SHAPE.num_local)
     for parameter in parameters:
         parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
     batch = make_batch(0, 7, fakes.HIDDEN)  # no number of experts

@@ -1,6 +1,5 @@
 """Batches through every way of dispatch that the vLLM adapter accepts on GPUs, on three ranks."""
 
-import os
 import warnings
 from typing import Any
 
@@ -12,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.config import VllmConfig
+    from vllm.config import VllmConfig, set_current_vllm_config
 
     import tests.support.vllm_transports as transports
     from tests.support import vllm_layers
@@ -22,16 +21,17 @@ with warnings.catch_warnings():
         NUM_MASTERS,
         NUM_RANKS,
         NUM_SLOTS,
-        configure,
         forward_pass,
         replace_device,
     )
-    from ultraep_serve.engines.vllm import checks, routed_experts
+    from ultraep_serve.engines.vllm import checks
+    from ultraep_serve.engines.vllm.model import balance
+    from ultraep_serve.engines.vllm.stage import BalancedStage
 
 from tests.support.experts import NUM_EXPERTS, expected_output, make_batch, make_weights
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.execution import compute_balanced
 
 THRESHOLD = 48
 BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS)
@@ -52,14 +52,9 @@ def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
 
 
 def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
-    configure(
-        os.environ.__setitem__,
-        run_dir=run_dir,
-        slots=NUM_SLOTS,
-        min_batch_tokens=THRESHOLD,
-        costs=ALWAYS_PAYS,
+    settings = BalanceConfig(
+        run_dir=run_dir, slots=NUM_SLOTS, min_batch_tokens=THRESHOLD, costs=ALWAYS_PAYS
     )
-    routed_experts._layers.clear()
     transports.Buffer.destroyed, transports.Buffer.made = 0, []
     transports.join_ranks(rank, NUM_RANKS, backend)
     config = vllm_layers.engine_config(rank, NUM_RANKS, backend, NAMES)
@@ -70,6 +65,8 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
     ]
     for layer, tensors in zip(layers, weights, strict=True):
         vllm_layers.load(layer, config, tensors)
+    with set_current_vllm_config(config):
+        balanced = balance(settings, config, layers)
     sizes = {"large": 60, "dummy": 60 if rank or not backend else 1, "small": 2}
     found: dict[str, Any] = {
         name: [
@@ -78,14 +75,12 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
         ]
         for name, size in sizes.items()
     }
-    group, row = layers[0]._group, torch.ones(1, vllm_layers.HIDDEN)
-    shape = group.balanced._setup.shape
-    sizes = shape, group._view, layers[0].top_k, row.to(layers[0].w13_weight.dtype)
-    compute_balanced(group._execution, layers[0], *sizes, 200 * NUM_LOCAL)
+    balanced.require_in_place()
     stage = layers[0].quant_method.moe_kernel.prepare_finalize
+    assert isinstance(stage, BalancedStage)
     return {
         **found,
-        "stage": type(stage).__name__,
+        "stage": type(stage.wrapped).__name__,
         "rows": [tuple(layer.w13_weight.shape[:1]) for layer in layers],
         "map": layers[0].expert_map.tolist(),
         "offset": getattr(stage, "rank_expert_offset", None),
@@ -106,12 +101,14 @@ def run_batch(
     ids_type = layer.quant_method.topk_indices_dtype or torch.int32
     batch = make_batch(rank if backend else 0, num_tokens, vllm_layers.HIDDEN, ids_type)
     tokens_by_rank = None if backend == transports.TENSOR else transports.everywhere(num_tokens)
-    taken = []
-    method, apply = layer.quant_method, layer.quant_method.apply
-    method.apply = lambda **call: (taken.append(call["topk_ids"]), apply(**call))[1]
-    with forward_pass(config, tokens_by_rank):
+    stage, taken = layer.quant_method.moe_kernel.prepare_finalize.wrapped, []
+    name = "prepare_async" if stage.supports_async() else "prepare"
+    prepare = getattr(stage, name)
+    with pytest.MonkeyPatch.context() as patch, forward_pass(config, tokens_by_rank):
+        patch.setattr(
+            stage, name, lambda *of, **named: (taken.append(of[2]), prepare(*of, **named))[1]
+        )
         output = layer.forward_modular(batch.x, batch.weights, batch.ids).float()
-    method.apply = apply
     if backend == transports.TENSOR:  # vLLM's runner adds up
         output = sum(part for part in transports.everywhere(output))
     expected = expected_output(batch, tensors)

@@ -1,6 +1,5 @@
-"""Layers of the vLLM adapter on GPUs: what moves, which batches are balanced, who is left alone."""
+"""Layers of the vLLM adapter on GPUs: which batches are balanced, when, and who is left alone."""
 
-import copy
 import threading
 import warnings
 from pathlib import Path
@@ -14,139 +13,272 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.worker import ubatching
 
     from tests.support import vllm_layers
-    from tests.support.vllm_gpu import (
-        NAMES,
-        NUM_RANKS,
-        NUM_SLOTS,
-        build,
-        configure,
-        forward_pass,
-    )
-    from ultraep_serve.engines.vllm import checks, group, routed_experts
+    from tests.support.vllm_gpu import NAMES, NUM_RANKS, build, forward_pass
+    from ultraep_serve.engines.vllm import checks, model, stage
+    from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
 from tests.support.experts import NUM_EXPERTS, TOP_K
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common import group
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, TokenView
+
+X = torch.ones(8, 4)
+IDS, WEIGHTS = torch.zeros(8, TOP_K, dtype=torch.int32), torch.ones(8, TOP_K)
+
+
+class Noting:
+    """A balancer whose physical ids are the logical ones and 100; it notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def route(self, layer: int, ids: torch.Tensor, tokens: int, number: int) -> torch.Tensor:
+        self.seen.append(("route", layer, tokens, number))
+        return ids + 100
+
+    def receive(self, number: int) -> Any:
+        self.seen.append(("receive", number))
+        return SimpleNamespace(stop=lambda: self.seen.append(("clock stops", number)))
+
+    def computed(self, number: int) -> None:
+        self.seen.append(("computed", number))
+
+
+class Wrapped:
+    """A stage that leaves ids and weights to its caller, as vLLM's does where none dispatches."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def prepare(self, a1: torch.Tensor, weights: Any, ids: torch.Tensor, *_: Any) -> Any:
+        self.seen.append(("prepare", int(ids[0, 0])))
+        return a1, None, None, None, None
+
+    def prepare_async(self, *given: Any) -> Any:
+        prepared = self.prepare(*given)
+        return lambda: self.seen.append("hook"), lambda: self.seen.append("receiver") or prepared
+
+    def finalize(self, *_: Any) -> None:
+        self.seen.append("finalize")
+
+    def finalize_async(self, *_: Any) -> Any:
+        return lambda: self.finalize()
+
+
+def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED, **options: Any) -> Flow:
+    made: Any = Flow(view, **options)
+    made.balancer = balancer
+    return made
 
 
 def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: Any) -> None:
-    layer, config = build(balanced)
-    seen: list[int] = []
-    layer._group._layers = [layer]
-    ids = torch.zeros(8, TOP_K, dtype=torch.int64)
+    _, config = build(balanced)
+    balancer = Noting()
+    flow = flow_of(balancer, TokenView.OWN)
     with forward_pass(config, [300, 8, 1]):
-        seen.append(layer._group.batch(ids).tokens)
-        balanced(group, "is_capturing", lambda _: True)
-        seen.append(layer._group.batch(ids).tokens)
-    assert seen == [309, 0]
+        flow.route(0, WEIGHTS, IDS)
+        balanced(stage, "is_capturing", lambda _: True)
+        flow.route(1, WEIGHTS, IDS)
+    assert balancer.seen == [("route", 0, 309, 0), ("route", 1, 0, 0)]
     balanced(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert is_capturing(torch.device("cuda"))
-    assert not is_capturing(ids.device)
+    assert not is_capturing(IDS.device)
 
 
-def test_overlapping_micro_batches_are_told_apart(balanced: Any) -> None:
-    """vLLM runs each in a thread of its own, and these take turns within a layer."""
-    layer, config = build(balanced)
-    assert layer._group._execution.num_micro_batches == 1
-    config.parallel_config.enable_dbo = True
-    assert layer._group._execution.num_micro_batches == 2
-    checks.check_device_execution(layer, config)
-    seen: list[tuple[str, int]] = []
-    layer._group._layers = [layer]
-    layer._group.balanced = SimpleNamespace(
-        computed=lambda number: seen.append(("computed", number)),
-    )
-    ids = torch.zeros(8, TOP_K, dtype=torch.int32)
-    with forward_pass(config, [8, 8, 8]):
-        for number in (1, 0):
-            balanced(ubatching, "_THREAD_ID_TO_CONTEXT", {threading.get_ident(): number})
-            seen.append(("route", layer._group.batch(ids).micro_batch))
-            layer._group.computed()
-    assert seen == [("route", 1), ("computed", 1), ("route", 0), ("computed", 0)]
+def test_a_kernel_gets_physical_ids_when_their_experts_have_come() -> None:
+    """Also where the wrapped stage leaves ids and weights to the caller, who has logical ones."""
+    balancer = Noting()
+    made: Any = BalancedStage(Wrapped(balancer.seen), 3, flow_of(balancer))
+    *_, ids, weights = made.prepare(X, WEIGHTS, IDS, 12, None, False, None)
+    assert torch.equal(ids, IDS + 100)
+    assert torch.equal(weights, WEIGHTS)
+    made.finalize(X)
+    assert balancer.seen == [
+        *(("route", 3, 8, 0), ("prepare", 100), ("receive", 0)),
+        *(("clock stops", 0), "finalize", ("computed", 0)),
+    ]
 
 
-def test_unsupported_models_are_served_by_vllm_alone(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("number", [0, 1])
+def test_asynchronous_halves_end_in_their_receivers(
+    monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    """vLLM runs overlapping micro-batches in threads of their own, which take turns in a layer."""
+    balancer = Noting()
+    made: Any = BalancedStage(Wrapped(balancer.seen), 3, flow_of(balancer))
+    contexts = {threading.get_ident(): number}
+    monkeypatch.setattr(ubatching, "_THREAD_ID_TO_CONTEXT", contexts)
+    hook, receiver = made.prepare_async(X, WEIGHTS, IDS, 12, None, False, None)
+    hook()
+    assert balancer.seen == [("route", 3, 8, number), ("prepare", 100), "hook"]
+    *_, ids, _ = receiver()
+    assert torch.equal(ids, IDS + 100)
+    combined = made.finalize_async(X)
+    assert balancer.seen[3:] == ["receiver", ("receive", number), ("clock stops", number)]
+    combined()
+    assert balancer.seen[6:] == ["finalize", ("computed", number)]
+
+
+def test_zero_experts_are_no_load() -> None:
+    """A chosen expert that computes nothing comes as expert 0 with weight 0, and goes there."""
+    balancer = Noting()
+    ids, weights = torch.tensor([[3, 0]], dtype=torch.int32), torch.tensor([[0.5, 0.0]])
+    assert flow_of(balancer).route(0, weights, ids).tolist() == [[103, 100]]
+    known = flow_of(balancer, has_zero_experts=True)
+    assert known.route(0, weights, ids).tolist() == [[103, 0]]
+
+
+def test_an_expert_kernel_that_nobody_knows_cannot_compute_before_copies_have_come(
+    balanced: Any,
+) -> None:
+    """vLLM's own kernel object calls a stage, then experts, whatever class they are of."""
+
+    layer, config = build(balanced)
+    balancer, kernel = Noting(), layer.quant_method.moe_kernel
+    known = type(kernel.fused_experts)
+    compute = lambda self, output, *_, **__: balancer.seen.append("experts") or output.zero_()  # noqa: E731
+    kernel.fused_experts.__class__ = type("Unknown", (known,), {"apply": compute})
+    own = BalancedStage(kernel.prepare_finalize, 0, flow_of(balancer, TokenView.OWN))
+    kernel.impl.prepare_finalize = own
+    x = torch.ones(8, vllm_layers.HIDDEN, dtype=torch.bfloat16)
+    balancer.route = lambda layer, ids, tokens, number: balancer.seen.append("route") or ids
+    balanced(own.wrapped, "prepare", lambda x, *_, **__: (x, None, None, None, None))
+    balanced(own.wrapped, "finalize", lambda *_, **__: balancer.seen.append("finalize"))
+    with forward_pass(config, [8, 8, 8]):
+        layer.forward_modular(x, WEIGHTS, IDS)
+    expected = ["route", ("receive", 0), "experts", ("clock stops", 0), "finalize", ("computed", 0)]
+    assert balancer.seen == expected
+
+
+class Model(torch.nn.Module):
+    """A model that vLLM has loaded, with ``layers``."""
+
+    def __init__(self, *layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.runners = torch.nn.ModuleList(map(runner_of, layers))
+
+
+def runner_of(layer: Any) -> Any:
+    """vLLM's runner of a layer, as far as it is looked at."""
+    runner: Any = MoERunner.__new__(MoERunner)
+    torch.nn.Module.__init__(runner)
+    vars(runner).update(router=None, layer_name=layer.layer_name)
+    runner.routed_experts = layer
+    runner._shared_experts = None
+    return runner
+
+
+def worker_of(config: Any, *models: Model) -> Any:
+    """A worker with the first of ``models``; the others are draft models, loaded with it."""
+    runners = [runner for loaded in models for runner in loaded.runners]
+    names = [runner.layer_name for runner in runners]
+    compilation = config.compilation_config
+    compilation.static_all_moe_layers[:] = names
+    compilation.static_forward_context.update(zip(names, runners, strict=True))
+    described = SimpleNamespace(model="some/model", architectures=["Some"])
+    object.__setattr__(config, "model_config", described)
+    return SimpleNamespace(get_model=lambda: models[0])
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Layers that are balanced, by name; nobody balances them."""
+    found: list[Any] = []
+    monkeypatch.setattr(
+        model,
+        "_balance",
+        lambda config, worker, vllm_config, runners: found.extend(r.layer_name for r in runners),
+    )
+    return found
+
+
+def layer_of(balanced: Any, name: str, config: Any) -> Any:
     layer, _ = build(balanced, config=config)
+    layer.layer_name = name
+    return layer
+
+
+def test_draft_models_run_as_the_engine_has_them(balanced: Any, taken: list[str]) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    own, draft = (Model(layer_of(balanced, name, config)) for name in ("own", "draft"))
+    model.take_over(BalanceConfig(), worker_of(config, own, draft), config)
+    assert taken == ["own"]
+
+
+def test_draft_experts_on_a_cpu_go_without_balancing(
+    balanced: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    own, draft = (Model(layer_of(balanced, name, config)) for name in ("own", "draft"))
+    worker, computed = worker_of(config, own, draft), []
+    monkeypatch.setattr(model, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(
+        model, "put_in_kernels", lambda layers, _: computed.extend(own.layer_name for own in layers)
+    )
+    model.take_over(BalanceConfig(policy=Policy.OFF), worker, config)
+    assert (computed, taken) == (["own", "draft"], [])
+    model.take_over(BalanceConfig(), worker, config)
+    assert taken == ["own"]
+    entries = {runner._forward_entry for of in (own, draft) for runner in of.runners}
+    assert entries == {torch.ops.vllm.moe_forward}  # which compiled models see as one node
+
+
+def test_models_without_experts_are_refused(balanced: Any, tmp_path: Path) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    worker = worker_of(config, Model())
+    with pytest.raises(UnsupportedError, match=r"some/model has no experts that vLLM routes"):
+        model.take_over(BalanceConfig(), worker, config)
+    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
+    model.take_over(plain, worker, config)
+    assert "some/model" in (tmp_path / "unbalanced").read_text()
+
+
+def test_unsupported_models_are_served_by_vllm_alone(balanced: Any, tmp_path: Path) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    layer = layer_of(balanced, NAMES[0], config)
+    worker, kernel = worker_of(config, Model(layer)), layer.quant_method.moe_kernel
     config.parallel_config.enable_elastic_ep = True
-    layer.update_param_tp_status()
-    assert layer._group.balanced is None
-    layer._group.computed()
+    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
+    model.take_over(plain, worker, config)
+    assert layer.quant_method.moe_kernel is kernel
     assert layer.global_num_experts == NUM_EXPERTS
     assert "--enable-elastic-ep" in (tmp_path / "unbalanced").read_text()  # for the sidecar
 
 
-def draft_config_of(config: Any) -> Any:
-    """As vLLM derives it: everything shared but what the draft model needs otherwise."""
-    return copy.copy(config)
+def test_weights_loaded_in_place_are_balanced_and_others_refused(balanced: Any) -> None:
+    """Before the next batch, whichever of vLLM's ways of loading weights anew it was."""
+    layer, _ = build(balanced)
+    held = group.BalancedLayers.__new__(group.BalancedLayers)
+    held._layers = [list(layer.parameters())]
+    held.hold([layer], lambda layer: layer.quant_method.moe_kernel)
+    layer.w13_weight.data.fill_(2)
+    held.require_in_place()
+    layer.w13_weight = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="its weights were replaced after loading"):
+        held.require_in_place()
 
 
-def test_draft_models_run_as_the_engine_has_them(balanced: Any) -> None:
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
-    target, _ = build(balanced, config=config)
-    draft, _ = build(balanced, config=draft_config_of(config))
-    assert type(draft) is RoutedExperts
-    assert isinstance(target, routed_experts.DeviceRoutedExperts)
-    assert target._group._num_expected == 1
+def test_a_kernel_made_anew_is_noticed(balanced: Any) -> None:
+    layer, _ = build(balanced)
+    held = group.BalancedLayers.__new__(group.BalancedLayers)
+    held._layers = [list(layer.parameters())]
+    held.hold([layer], lambda layer: layer.quant_method.moe_kernel)
+    kernel = layer.quant_method.moe_kernel
+    layer.quant_method.moe_kernel = mk.FusedMoEKernel(kernel.prepare_finalize, kernel.fused_experts)
+    with pytest.raises(UnsupportedError, match="its weights were replaced after loading"):
+        held.require_in_place()
 
 
-def test_draft_experts_on_a_cpu_go_without_balancing(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (group, routed_experts, checks):
-        monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    monkeypatch.setattr(checks.vllm, "__version__", "0.32.0")  # verified on CPU too
-    config = vllm_layers.engine_config(0, NUM_RANKS, "", NAMES[:1])
-    target, draft = (build(balanced, config=each)[0] for each in (config, draft_config_of(config)))
-    assert isinstance(draft, routed_experts.CpuRoutedExperts)
-    assert draft._group is not target._group
-    assert draft._group._config.policy is Policy.OFF
-    assert target._group._config.policy is Policy.QUOTA
-
-
-def test_weights_loaded_anew_and_a_second_model_are_refused(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
-    layer, _ = build(balanced, config=config)
-    config.parallel_config.enable_elastic_ep = True
-    layer.update_param_tp_status()
-    with pytest.raises(UnsupportedError, match="loaded anew"):
-        layer.update_param_tp_status()
-    layer._group.balanced = object()
-    other = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", ["other"])
-    with pytest.raises(UnsupportedError, match="balances another model already"):
-        build(balanced, config=other)
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_vllm_on_a_gpu_is_untouched_unless_asked_or_with_policy_off(
-    on_gpu: Any, monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
-    monkeypatch.setattr(routed_experts, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
-    if asked:
-        configure(monkeypatch.setenv, policy=Policy.OFF)
-    layer, _ = build(on_gpu)
-    assert type(layer) is RoutedExperts
-
-
-@pytest.mark.parametrize("settings", [{}, {"slots": NUM_SLOTS + 1}])
-def test_settings_come_from_vllms_own_configuration(
-    on_gpu: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
-) -> None:
-    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
-    config.additional_config = {"ultraep": settings}
-    layer, _ = build(on_gpu, config=config)
-    assert layer._group._config == BalanceConfig(**settings)
+def test_micro_batches_are_counted_and_accepted(balanced: Any) -> None:
+    layer, config = build(balanced)
+    config.parallel_config.enable_dbo = True
+    checks.check_device_execution(layer, config)
+    assert config.parallel_config.use_ubatching
+    assert config.parallel_config.num_ubatches == 2

@@ -18,19 +18,17 @@ with warnings.catch_warnings():
     from tests.support.vllm_gpu import (
         NUM_LOCAL,
         NUM_MASTERS,
-        NUM_RANKS,
         NUM_SLOTS,
         build,
         fp8_config,
     )
-    from ultraep_serve.engines.vllm import checks, expert_tensors
+    from ultraep_serve.engines.vllm import checks, expert_tensors, model
+    from ultraep_serve.engines.vllm.stage import Flow
 
 from tests.support.experts import NUM_EXPERTS
 from ultraep_serve.engines.common.shared_values import SharedValues
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.types import ExpertShape
-
-SHAPE = ExpertShape(NUM_RANKS, NUM_EXPERTS, NUM_SLOTS)
+from ultraep_serve.types import TokenView
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -39,9 +37,9 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
     layer, config = build_format(balanced, name)
     checks.check_device_execution(layer, config)
     parameters = expert_tensors.expert_parameters(layer)
-    execution = layer._group._execution
+    execution = model._Layers(config, Flow(TokenView.OWN), None)  # type: ignore[arg-type]
     with set_current_vllm_config(config):
-        execution.give_slots([layer], [parameters], SHAPE)
+        execution.resize([layer], [parameters], NUM_MASTERS, NUM_LOCAL)
         for parameter in parameters:
             parameter.data = torch.cat([parameter.data, parameter.data[1 : 1 + NUM_SLOTS]])
         seen = dict(read_by_kernel(layer))
@@ -51,7 +49,9 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
                 assert torch.equal(rows[NUM_MASTERS + slot], rows[1 + slot]), tensor
         differ = [name for name, value in seen.items() if not expert_tensors._all_rows_equal(value)]
         assert {"w13_weight", "w2_weight", "w1 scale", "w2 scale"} <= set(differ)
-        execution.take_slots_back([layer], [parameters], SHAPE)
+        for parameter in parameters:
+            parameter.data = parameter.data[:NUM_MASTERS]
+        execution.resize([layer], [parameters], NUM_LOCAL, NUM_MASTERS)
     assert {value.shape[0] for _, value in read_by_kernel(layer)} == {NUM_MASTERS}
 
 
@@ -75,14 +75,16 @@ def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None
     moving = {name for name, own in layer.named_parameters() if any(own is p for p in parameters)}
     assert moving == {"w13_weight", "w2_weight", f"w13_{suffix}", f"w2_{suffix}"}
 
-    execution = layer._group._execution
+    execution = model._Layers(config, Flow(TokenView.OWN), None)  # type: ignore[arg-type]
     with set_current_vllm_config(config):
-        execution.give_slots([layer], [parameters], SHAPE)
+        execution.resize([layer], [parameters], NUM_MASTERS, NUM_LOCAL)
         for parameter in parameters:
             parameter.data = parameter.data.new_zeros(NUM_LOCAL, *parameter.shape[1:])
         experts = layer.quant_method.moe_kernel.fused_experts
         assert experts.w1_scale.shape[0] == experts.w2_scale.shape[0] == NUM_LOCAL
-        execution.take_slots_back([layer], [parameters], SHAPE)
+        for parameter in parameters:
+            parameter.data = parameter.data[:NUM_MASTERS]
+        execution.resize([layer], [parameters], NUM_LOCAL, NUM_MASTERS)
     assert layer.w13_weight.shape[0] == experts.w1_scale.shape[0] == NUM_MASTERS
     assert layer.global_num_experts == layer.expert_map.numel() == NUM_EXPERTS
 

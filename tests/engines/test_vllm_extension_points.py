@@ -11,38 +11,40 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.config import set_current_vllm_config
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
-    from vllm.model_executor.model_loader import utils as loading
     from vllm.plugins import DEFAULT_PLUGINS_GROUP
     from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.serial_utils import run_method
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from tests.support import vllm_layers
     from tests.support.experts import NUM_EXPERTS
-    from tests.support.vllm_gpu import NAMES, NUM_RANKS
-    from ultraep_serve.engines.vllm import checks, launch, routed_experts
-    from ultraep_serve.engines.vllm.warm_up import after_warm_up
+    from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, build, configure
+    from ultraep_serve.engines.vllm import checks, launch, load, model
+    from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import versions
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.versions import VLLM_CPU
+from ultraep_serve.types import Policy, TokenView
 
 PLATFORM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)  # an NVIDIA GPU
 
 
 def test_what_vllm_loads_at_start_imports_no_numba() -> None:
     """Attributes of llvmlite's stop vLLM where it looks through all modules for its own kernels."""
-    modules = "ultraep_serve.engines.vllm.routed_experts, ultraep_serve.engines.vllm.group"
+    modules = "ultraep_serve.engines.vllm.plugin, ultraep_serve.engines.vllm.load"
     code = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
@@ -73,44 +75,17 @@ def test_a_newer_release_is_refused_unless_it_is_to_be_tried(
     assert "vLLM 0.39.1 has not been verified on NVIDIA GPUs" in checks.check_engine("try")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "other", "reason"),
-    [
-        (
-            RoutedExperts,
-            "forward_modular",
-            lambda self, x, topk_ids, topk_weights: None,
-            r"takes \(self, x, topk_ids, topk_weights\), not \(self, x, topk_w",
-        ),
-        (loading, "process_weights_after_loading", lambda model: None, "update_param_tp_status"),
-    ],
-)
+@pytest.mark.parametrize("name", ["prepare", "prepare_async"])
 def test_what_would_change_in_silence_is_refused_in_every_release(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, other: object, reason: str
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(checks, "current_platform", PLATFORM)
     monkeypatch.setattr(checks.vllm, "__version__", "0.33.0")
     checks.check_engine()
-    monkeypatch.setattr(owner, name, other)
-    with pytest.raises(UnsupportedError, match=reason):
+    other = lambda self, a1, topk_ids, topk_weights: None  # noqa: E731
+    monkeypatch.setattr(mk.FusedMoEPrepareAndFinalizeModular, name, other)
+    with pytest.raises(UnsupportedError, match=r"takes \(self, a1, topk_ids, topk_weights\), not"):
         checks.check_engine()
-
-
-@pytest.mark.parametrize("worker", ["gpu_worker.Worker", "cpu_worker.CPUWorker"])
-def test_the_end_of_a_workers_warm_up_is_noticed_once(
-    monkeypatch: pytest.MonkeyPatch, worker: str
-) -> None:
-    """The method is asked for by name, as vLLM's executor does; then it is vLLM's own again."""
-    name, said = "compile_or_warm_up_model", list[str]()
-    kind = resolve_obj_by_qualname(f"vllm.v1.worker.{worker}")
-    monkeypatch.setattr(kind, name, lambda self: said.append("warm-up"))
-    original = vars(kind)[name]
-    parallel = SimpleNamespace(worker_cls=f"vllm.v1.worker.{worker}")
-    after_warm_up(SimpleNamespace(parallel_config=parallel), lambda: said.append("ended"))
-    for _ in range(2):
-        getattr(object.__new__(kind), name)()
-    assert said == ["warm-up", "ended", "warm-up"]
-    assert vars(kind)[name] is original
 
 
 def test_its_tuned_kernels_are_found_for_experts_and_slots(
@@ -136,66 +111,99 @@ class SubstitutedExperts(RoutedExperts):
         return super().forward_modular(x, topk_weights, topk_ids % 2, *rest)
 
 
-class Runner(torch.nn.Module):
-    """What vLLM puts routed experts into."""
-
-    def __init__(self, experts: RoutedExperts, router: object) -> None:
-        super().__init__()
-        self.router = router
-        self.routed_experts = experts
-
-
 @pytest.fixture
-def substituted(balanced: Any) -> Iterator[Any]:
-    balanced(routed_experts, "current_platform", PLATFORM)
-    balanced(checks, "current_platform", PLATFORM)
-    balanced(vllm_layers, "take_over", lambda layer: None)  # vLLM builds without our help
-    balanced(routed_experts, "_hook", None)
-    routed_experts.substitute()
-    hook = routed_experts._hook
-    routed_experts.substitute()
-    assert hook is routed_experts._hook is not None
-    yield balanced
-    hook.remove()
+def joined() -> Iterator[None]:
+    """Workers load as they do when our plugin has been called, twice in a process."""
+    there = "load_model" in vars(WorkerWrapperBase)
+    load.join_workers()
+    load.join_workers()
+    yield
+    if not there:
+        del WorkerWrapperBase.load_model
+
+
+def loaded(config: Any, seen: list[Any]) -> Any:
+    """A worker that vLLM's executor has asked by name to load its model."""
+    wrapper = WorkerWrapperBase()
+    wrapper.vllm_config = config
+    wrapper.worker = SimpleNamespace(load_model=lambda **named: seen.append(named))
+    run_method(wrapper, "load_model", (), {"load_dummy_weights": True})
+    return wrapper.worker
+
+
+@pytest.mark.parametrize("settings", [{}, {"slots": NUM_SLOTS + 1}])
+def test_a_workers_model_is_taken_over_when_it_has_been_loaded(
+    joined: None, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
+) -> None:
+    """With the settings that vLLM's own configuration has."""
+    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
+    config.additional_config = {"ultraep": settings}
+    seen: list[Any] = []
+    on_gpu(model, "take_over", lambda *given: seen.append(given))
+    worker = loaded(config, seen)
+    assert seen == [{"load_dummy_weights": True}, (BalanceConfig(**settings), worker, config)]
+
+
+@pytest.mark.parametrize("policy", [None, Policy.OFF])
+def test_models_on_a_gpu_that_nobody_asked_to_balance_are_left_alone(
+    joined: None, on_gpu: Any, monkeypatch: pytest.MonkeyPatch, policy: Policy | None
+) -> None:
+    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
+    if policy is not None:
+        configure(monkeypatch.setenv, policy=policy)
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
+    seen: list[Any] = []
+    on_gpu(model, "take_over", lambda *given: pytest.fail("taken over"))
+    loaded(config, seen)
+    assert seen == [{"load_dummy_weights": True}]
+
+
+def test_workers_that_are_asked_in_another_way_are_not_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WorkerWrapperBase, "load_model", lambda self: None, raising=False)
+    with pytest.raises(AttributeError, match="does not hand load_model on to its worker"):
+        load.join_workers()
+
+
+@pytest.mark.parametrize("worker", ["gpu_worker.Worker", "cpu_worker.CPUWorker"])
+def test_executors_ask_a_worker_by_the_names_that_are_watched(worker: str) -> None:
+    """What an object has of its own comes before what its class has."""
+    kind = resolve_obj_by_qualname(f"vllm.v1.worker.{worker}")
+    asked, name = object.__new__(kind), "compile_or_warm_up_model"
+    assert callable(getattr(kind, name))
+    assert callable(GPUModelRunner.execute_model)
+    said: list[str] = []
+    setattr(asked, name, lambda: said.append("warm-up"))
+    model._around(asked, name, after=lambda: said.append("ended"))
+    wrapper = WorkerWrapperBase()
+    wrapper.worker = asked
+    run_method(wrapper, name, (), {})
+    assert said == ["warm-up", "ended"]
 
 
 @pytest.mark.parametrize("kind", [RoutedExperts, OtherExperts])
-def test_experts_of_any_class_become_ours_in_their_model(
-    substituted: Any, kind: type[RoutedExperts]
+def test_layers_of_any_class_get_the_stage_that_balances(
+    balanced: Any, kind: type[RoutedExperts]
 ) -> None:
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
-    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
-    zero_router = ZeroExpertRouter.__new__(ZeroExpertRouter)
-    layers = []
-    for name, router in zip(NAMES, (object(), zero_router), strict=True):
-        layer = vllm_layers.build_layer(config, parallel, name, kind=kind)
-        assert type(layer) is kind
-        with set_current_vllm_config(config):
-            runner = Runner(layer, router)
-            other = torch.nn.ModuleList([runner.routed_experts])  # registered again
-        assert other[0] is runner.routed_experts is layer
-        assert isinstance(layer, routed_experts.DeviceRoutedExperts)
-        assert isinstance(layer, kind)
-        assert type(layer).__name__ in (kind.__name__, "DeviceRoutedExperts")
-        layers.append(layer)
-    assert [layer._has_zero_experts for layer in layers] == [False, True]
-    assert layers[0]._group is layers[1]._group
-    assert layers[0]._group._num_expected == len(NAMES)
+    layer, _ = build(balanced, config=config, kind=kind)
+    checks.check_layer(layer)
+    checks.check_device_execution(layer, config)
+    stage = layer.quant_method.moe_kernel.prepare_finalize
+    assert isinstance(stage, mk.FusedMoEPrepareAndFinalizeModular)
+    wrapper = BalancedStage(stage, 0, Flow(TokenView.OWN))
+    layer.quant_method.moe_kernel.impl.prepare_finalize = wrapper
+    assert layer.quant_method.moe_kernel.prepare_finalize is wrapper
 
 
-def test_experts_that_look_at_logical_ids_themselves_are_refused_at_load(substituted: Any) -> None:
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
-    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
-    layer = vllm_layers.build_layer(config, parallel, NAMES[0], kind=SubstitutedExperts)
-    with set_current_vllm_config(config):
-        Runner(layer, None)
-    assert isinstance(layer, routed_experts.DeviceRoutedExperts)
+def test_experts_that_look_at_logical_ids_themselves_are_refused(balanced: Any) -> None:
+    layer, _ = build(balanced, kind=SubstitutedExperts)
     reason = f"{NAMES[0]}: SubstitutedExperts computes its experts in a way of its own"
     for check in (checks.check_layer, checks.check_cpu_execution):  # the latter without balancing
         with pytest.raises(UnsupportedError, match=reason):
             check(layer)
-    with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=reason):
-        layer.update_param_tp_status()  # the last one that vLLM loads
 
 
 def test_vllms_own_substituted_experts_are_refused_by_vllm_or_else_by_us() -> None:
@@ -211,39 +219,21 @@ def test_vllms_own_substituted_experts_are_refused_by_vllm_or_else_by_us() -> No
     made: Any = functools.partial(kind, expert_substitution=constants)
     with pytest.raises(NotImplementedError, match="does not support: expert parallelism"):
         vllm_layers.build_layer(config, parallel, NAMES[0], kind=made)
-    ours = routed_experts._put_before(routed_experts.DeviceRoutedExperts, kind)
-    problem = checks._wrong_class(ours.__new__(ours))
+    problem = checks._wrong_class(kind.__new__(kind))
     assert problem is not None
     assert problem.startswith("SubstitutedRoutedExperts computes its experts in a way of its own")
 
 
-def test_models_that_nobody_asked_to_balance_keep_their_layers(
-    substituted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
-    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
-    layer = vllm_layers.build_layer(config, parallel, NAMES[0], kind=OtherExperts)
-    with set_current_vllm_config(config):
-        Runner(layer, None)
-    assert type(layer) is OtherExperts
-
-
-def test_vllms_loader_tells_a_layer_when_its_weights_are_final(balanced: Any) -> None:
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
-    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
-    layer = vllm_layers.build_layer(config, parallel, NAMES[0])
-    seen: list[object] = []
-    balanced(layer, "update_param_tp_status", lambda: seen.append(layer.quant_method.moe_kernel))
-    model = torch.nn.Module()
-    model.experts = layer
-    model_config: Any = SimpleNamespace(
-        quantization=None, dtype=torch.bfloat16, word_embeddings_untied_by_checkpoint=True
-    )
-    with set_current_vllm_config(config):
-        loading.process_weights_after_loading(model, model_config, torch.device("cpu"))
-    assert seen == [layer.quant_method.moe_kernel]
-    assert seen[0] is not None
+def test_every_question_about_a_stage_is_answered_by_the_one_that_is_wrapped() -> None:
+    """Of a stage's own methods none is answered by its base class, whatever a release adds."""
+    base = mk.FusedMoEPrepareAndFinalizeModular
+    asked = {
+        name
+        for kind in base.__mro__[:-1]
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property))
+    }
+    assert asked <= vars(BalancedStage).keys()
 
 
 def test_vllm_loads_plugins_of_the_group_that_we_register_in() -> None:

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +14,15 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.quantization import get_quantization_config
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, configure
-    from ultraep_serve.engines.vllm import checks, cpu_experts, routed_experts
+    from ultraep_serve.engines.vllm import checks, host, load
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, PLAYED, own, pretend
 from tests.support.quantised import SCHEMES
-from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -72,29 +68,24 @@ def test_checkpoints_whose_experts_are_not_quantised_are_taken(
     checks.check_checkpoint(config)
 
 
-@pytest.fixture
-def substituted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(routed_experts, "_hook", None)
-    routed_experts.substitute()
-    yield
-    assert routed_experts._hook is not None
-    routed_experts._hook.remove()
-
-
 @pytest.mark.parametrize("policy", [Policy.QUOTA, Policy.OFF])
-def test_the_refusal_comes_before_experts_are_made(
-    monkeypatch: pytest.MonkeyPatch, substituted: None, policy: Policy
+def test_the_refusal_comes_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     """With policy off too: expert parallelism on CPU is ours."""
     pretend(monkeypatch.setattr, "AVX2")
     configure(monkeypatch.setenv, policy=policy)
-    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
-    torch.nn.Module.__init__(embedding)
-    with set_current_vllm_config(config_of_checkpoint("fp8", [])):
-        with pytest.raises(UnsupportedError, match="use an unquantised checkpoint"):
-            torch.nn.ModuleList([embedding])
-        monkeypatch.delenv("ULTRAEP_CONFIG")
-        torch.nn.ModuleList([embedding])  # nobody asked us
+    seen: list[str] = []
+    wrapper: Any = SimpleNamespace(
+        vllm_config=config_of_checkpoint("fp8", []),
+        worker=SimpleNamespace(load_model=lambda: seen.append("loaded")),
+    )
+    with pytest.raises(UnsupportedError, match="use an unquantised checkpoint"):
+        load._load_model(wrapper)
+    assert seen == []
+    monkeypatch.delenv("ULTRAEP_CONFIG")
+    load._load_model(wrapper)  # nobody asked us
+    assert seen == ["loaded"]
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
@@ -102,7 +93,10 @@ def test_instructions_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, n
     pretend(monkeypatch.setattr, name)
     asked: list[str] = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append("AMX"))
-    cpu_experts.CpuExperts(BalanceConfig())
+    monkeypatch.setattr(host, "get_ep_group", lambda: SimpleNamespace(cpu_group=None))
+    ranks = SimpleNamespace(gather=lambda own: own[None])
+    monkeypatch.setattr(host, "HostAllGather", lambda group, seconds: ranks)
+    host.put_in_kernels([], 1.0)
     assert asked == ["AMX"] * INSTRUCTION_SETS[name].amx
 
 
@@ -112,7 +106,7 @@ def test_experts_are_computed_with_fewer_instructions(name: str) -> None:
     """vLLM's build for them, which runs on this machine too."""
     if list(INSTRUCTION_SETS).index(name) >= list(INSTRUCTION_SETS).index(own()):
         pytest.skip(f"this CPU has {own()} itself, whose tests are the others here")
-    files = [f"tests/engines/test_vllm_{name}.py" for name in ("cpu_experts", "quantised")]
+    files = [f"tests/engines/test_vllm_{name}.py" for name in ("host", "quantised")]
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.instruction_sets", *files],
         env={**os.environ, PLAYED: name},

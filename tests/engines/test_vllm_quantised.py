@@ -6,7 +6,6 @@ none of them, and such a checkpoint is refused before it is loaded.
 """
 
 import json
-import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +21,24 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     import tests.support.vllm_transports as transports
     from tests.support import vllm_layers
-    from tests.support.vllm_gpu import configure, forward_pass
-    from ultraep_serve.engines.vllm import checks, routed_experts
+    from tests.support.vllm_gpu import forward_pass
+    from ultraep_serve.engines.vllm import checks
+    from ultraep_serve.engines.vllm.host import put_in_kernels
+    from ultraep_serve.engines.vllm.model import balance
 
 from tests.support.experts import NUM_EXPERTS, expected_output, make_batch
 from tests.support.quantised import SCHEMES, quantise
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from ultraep_serve.balance.physical import identity_table
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 
 NUM_RANKS, NUM_SLOTS = 2, 2
@@ -92,14 +96,12 @@ def choose(kernel: str, runs_here: bool) -> None:
 
 def compute_case(case: Case, rank: int, run_dir: str) -> list[dict[str, Any]]:
     """How a batch came out of every layer, balanced and with all experts at home."""
-    configure(
-        os.environ.__setitem__,
+    settings = BalanceConfig(
         run_dir=run_dir,
         slots=NUM_SLOTS,
         costs=MOVING_ALWAYS_PAYS.to_json(),
         min_batch_tokens=8,
     )
-    routed_experts._layers.clear()
     choose(case.kernel, True)
     names = [f"layers.{index}" for index in range(NUM_LAYERS)]
     config = vllm_layers.engine_config(rank, NUM_RANKS, BACKEND, names)
@@ -108,7 +110,14 @@ def compute_case(case: Case, rank: int, run_dir: str) -> list[dict[str, Any]]:
     for layer, own in zip(layers, weights, strict=True):
         vllm_layers.load(layer, config, stored(case, own))
     choose(case.kernel, False)
-    return [run_batch(layer, config, own, rank) for layer, own in zip(layers, weights, strict=True)]
+    put_in_kernels(layers, 60.0)
+    with set_current_vllm_config(config):
+        balanced = balance(settings, config, layers)
+    found = [
+        run_batch(layer, config, own, rank) for layer, own in zip(layers, weights, strict=True)
+    ]
+    balanced.require_in_place()
+    return found
 
 
 def make_layer(case: Case, rank: int, config: Any, name: str) -> Any:
@@ -156,23 +165,19 @@ def run_batch(
     layer: Any, config: Any, weights: dict[str, torch.Tensor], rank: int
 ) -> dict[str, Any]:
     batch = make_batch(rank, 192, HIDDEN)
-    group = layer._group
     masters = torch.from_numpy(identity_table(NUM_EXPERTS, NUM_RANKS, NUM_SLOTS))
-    taken: list[torch.Tensor] = []
-    compute = group.compute
-    group.compute = lambda index, x, topk_weights, physical: (
-        taken.append(physical),
-        compute(index, x, topk_weights, physical),
-    )[1]
+    stage, taken = layer.quant_method.moe_kernel.prepare_finalize, []
+    prepare = stage.wrapped.prepare
+    stage.wrapped.prepare = lambda *of, **named: (taken.append(of[2]), prepare(*of, **named))[1]
+    home = torch.where(batch.ids < 0, -1, masters[batch.ids.long()]).int()
     with forward_pass(config, transports.everywhere(batch.x.shape[0])):
         balanced = layer.forward_modular(batch.x, batch.weights, batch.ids)
-    group.compute = compute
-    home = torch.where(batch.ids < 0, -1, masters[batch.ids.long()]).int()
-    off = group.compute(layer._index, batch.x, batch.weights, home)
+        with stage._flow.left_alone():
+            off = layer.forward_modular(batch.x, batch.weights, home)
     expected = expected_output(batch, weights)
     num_local = NUM_MASTERS + NUM_SLOTS
     return {
-        "kernel": type(layer.quant_method.moe_kernel.fused_experts).__name__,
+        "kernel": type(layer.quant_method.moe_kernel.fused_experts.kernel).__name__,
         "on_slots": int((taken[0] % num_local >= NUM_MASTERS)[taken[0] >= 0].sum()),
         "apart": float((balanced.float() - off.float()).norm() / off.float().norm()),
         "error": float((balanced.float() - expected).norm() / expected.norm()),
@@ -227,6 +232,10 @@ def test_quantised_copies_of_checkpoints_change_experts_alone(tmp_path: Path, sc
     assert len(ignored) == (scheme != "mxfp4")  # which quantises experts alone by itself
 
 
+class CpuLayer(SimpleNamespace):
+    forward_modular = RoutedExperts.forward_modular
+
+
 def cpu_layer(kernel: str, **changes: Any) -> Any:
     """A layer that one of vLLM's kernels computes, as far as the checks look at it."""
     cls = getattr(cpu_moe, kernel)
@@ -241,7 +250,7 @@ def cpu_layer(kernel: str, **changes: Any) -> Any:
         "expert_placement_strategy": "linear",
         "apply_router_weight_on_input": False,
     }
-    return SimpleNamespace(**{**values, **changes})
+    return CpuLayer(**{**values, **changes})
 
 
 def test_kernels_are_accepted_and_refused_by_name() -> None:

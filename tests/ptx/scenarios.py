@@ -23,7 +23,6 @@ from tests.ptx.twins import Routed, Twins, moved
 from tests.support.balancer_rigs import CONFIG
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
-from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, Plan, Policy, TokenView
@@ -319,8 +318,8 @@ class _Player:
             with captured if rank.number == 2 else nullcontext(), self._cluster.of(rank.number):
                 for layer in range(NUM_LAYERS):
                     balancer.route(layer, ids, _PREFILL)
-                    with expert_clock:
-                        self._never(rank, "experts run")
+                    balancer.receive()
+                    self._never(rank, "experts run")
                     balancer.computed()
                 balancer.route(0, ids[:_DECODE], _DECODE)
                 self._never(rank, "tokens are read")
@@ -411,8 +410,9 @@ class _Player:
                         wrong.append(f"slot {slot} of {place}")
 
         cluster.call(rank.number, dispatch)
-        with expert_clock:
-            cluster.call(rank.number, compute, aside=cluster.forgets == "experts")
+        clock = rank.balancer.receive(place.micro_batch)
+        cluster.call(rank.number, compute, aside=cluster.forgets == "experts")
+        clock.stop()
         if place.layer == NUM_LAYERS - 1:
             self._plans[rank.number, place.micro_batch] = place, twin.plan
 

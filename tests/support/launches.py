@@ -33,7 +33,6 @@ from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.cuda.records import Records
-from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.system.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
@@ -216,8 +215,7 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
                 already, forks = len(streams.launches), streams.num_forks
                 with _counted_events(work), _Operations(work):
                     balancer.route(layer, ids, tokens)
-                    with expert_clock:
-                        pass
+                    balancer.receive().stop()
                     balancer.computed()
                 work.kernels = [launch.function.__name__ for launch in streams.launches[already:]]
                 work.events += 2 * (streams.num_forks - forks)  # where a stream forks and joins
@@ -272,6 +270,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
                 for layer in range(LAYERS):
                     began = time.perf_counter()
                     balancer.route(layer, ids, tokens)
+                    balancer.receive()
                     balancer.computed()
                     of_layers.append(1e6 * (time.perf_counter() - began))
                 of_batches.append(of_layers)

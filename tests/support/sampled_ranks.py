@@ -14,7 +14,7 @@ from tests.support.faults import Rank
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
@@ -54,9 +54,11 @@ class SampledRank:
         kind = torch.float32 if dtype is torch.int8 else dtype
         answers = Answers(self.compute, 2, HIDDEN, kind, torch.device("cpu"), seed)
         group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
-        own = EngineRank("test", rank, group, answers=answers)
-        self.joined = BalancedLayers(config, shape, view, self.layers, lambda _: None, own)
-        self.state = Rank(self.joined._balancer, shape, lambda _: None)  # type: ignore[arg-type]
+        own = EngineRank("test", rank, group)
+        self.joined = BalancedLayers(
+            config, shape, view, self.layers, lambda _: None, own, answers=answers
+        )
+        self.state = Rank(self.joined.balancer, shape, lambda _: None)  # type: ignore[arg-type]
         self.page, self.files = ControlPage.open(run_path), RunFiles(run_path)
 
     def _experts(self, layer: int, dtype: torch.dtype, factor: float) -> list[torch.nn.Parameter]:
@@ -100,10 +102,11 @@ class SampledRank:
         for _ in range(batches):
             for layer in range(LAYERS):
                 tokens = TOKENS * (self.shape.num_ranks if self.view is TokenView.OWN else 1)
-                self.joined.route(layer, self._ids(layer), Batch(tokens))
+                self.joined.balancer.route(layer, self._ids(layer), tokens)
+                self.joined.balancer.receive()
                 self.state.while_computing(layer)
                 dist.barrier()  # the engine's combine
-                self.joined.computed()
+                self.joined.balancer.computed()
             self.batches += 1
 
     def _ids(self, layer: int) -> torch.Tensor:
@@ -138,8 +141,9 @@ class SampledRank:
             if tokens and own.random() < 0.01:
                 ids[0, 0] = experts + 7
             routed = torch.from_numpy(ids.astype(np.int32))
-            self.joined.route(layer, routed, Batch(int(sizes.sum())))
-            self.joined.computed()
+            self.joined.balancer.route(layer, routed, int(sizes.sum()))
+            self.joined.balancer.receive()
+            self.joined.balancer.computed()
         self.batches += 1
 
     def found(self) -> set[str]:

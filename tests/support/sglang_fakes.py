@@ -38,7 +38,9 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang.srt.runtime_context import get_context, get_parallel, get_resources
 
-    from ultraep_serve.engines.sglang import checks, group, hooks
+    from ultraep_serve.config import BalanceConfig
+    from ultraep_serve.engines.sglang import checks, hooks, model
+    from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens
 
 HIDDEN, INNER = 256, 128
 SHAPE = ExpertShape(num_ranks=3, num_logical_experts=NUM_EXPERTS, num_replica_slots=2)
@@ -47,7 +49,7 @@ DEEPEP = {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "attn_
 
 def pretend_gpu(set_attribute: Any) -> None:
     """The adapter and SGLang as on an NVIDIA GPU with DeepGEMM, as far as Python asks."""
-    for module in (hooks, group, checks):
+    for module in (hooks, model, checks):
         set_attribute(module, "is_cpu", lambda: False)
     set_attribute(checks, "is_cuda", lambda: True)
     set_attribute(standard, "get_device", lambda: "cpu")
@@ -113,7 +115,8 @@ class Ranks:
 
     def __init__(self, num_ranks: int) -> None:
         self.world_size = num_ranks
-        self.device_group = self.cpu_group = dist.group.WORLD if dist.is_initialized() else None
+        alone: Any = SimpleNamespace(get_group_store=lambda: None)
+        self.device_group = self.cpu_group = dist.group.WORLD if dist.is_initialized() else alone
         self.active_ranks = self.active_ranks_cpu = torch.ones(num_ranks)
 
 
@@ -137,6 +140,7 @@ def publish(rank: int = 0, **changes: Any) -> Any:
         moe_tp_rank=0,
         tp_rank=rank,
         tp_group=Ranks(num_ranks),
+        world_group=Ranks(num_ranks),
         moe_ep_group=Ranks(num_ranks),
     )
     get_resources().buffers.pop("deepep_ep_state", None)
@@ -163,6 +167,12 @@ def build_layer(layer_id: int, quant_config: Any = None, **options: Any) -> Fuse
     if layer.runner is not None:
         layer.runner.run = ReferenceRunner(layer.moe_runner_config)
     return layer
+
+
+def layers_of(flow: Flow | None = None) -> model._Layers:
+    """What tells layers of slots and computes them, with no other rank."""
+    group: Any = SimpleNamespace()
+    return model._Layers(BalanceConfig(), flow or Flow(PrefillTokens()), group)
 
 
 def loaded_layer(quant_config: Any = None, **changes: Any) -> FusedMoE:

@@ -254,6 +254,7 @@ class _Runner:
             everyone = self._mail.all_ids(physical, sizes)
         if private.random() < self._batches.pause_rate:
             time.sleep(private.random() * 2e-3)
+        self._balancer.receive()
         first_id = self._rank * shape.num_local
         out = apply_experts(given.x, given.topk_weights, everyone, tensors, first_id)
         self._balancer.computed()

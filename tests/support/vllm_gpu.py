@@ -18,8 +18,8 @@ from tests.support.experts import NUM_EXPERTS
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common import execution
-from ultraep_serve.engines.vllm import checks, group, routed_experts
+from ultraep_serve.engines.common import group
+from ultraep_serve.engines.vllm import checks, load, model
 from ultraep_serve.system.environment import child_environment
 
 NUM_RANKS, NUM_SLOTS = 3, 2
@@ -31,17 +31,16 @@ NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter's part for GPUs, with the reference kernels and the groups of rank 0."""
     replace_device(monkeypatch.setattr)
-    monkeypatch.setattr(routed_experts, "_layers", [])
-    for name in ("_EP", "_DP", "_TP", "_PCP", "_NODE_COUNT"):
+    for name in ("_EP", "_DP", "_TP", "_PCP", "_PP", "_WORLD", "_NODE_COUNT"):
         monkeypatch.setattr(parallel_state, name, None)
     join_ranks(0, NUM_RANKS, "allgather_reducescatter")
-    monkeypatch.setattr(execution, "require_agreement", lambda *_: None)  # with no other rank
+    monkeypatch.setattr(group, "require_agreement", lambda *_: None)  # with no other rank
 
 
 def replace_device(set_attribute: Callable[..., object]) -> None:
     """Have the adapter take the reference kernels for those of a GPU."""
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cpu")
-    for module in (group, routed_experts, checks):
+    for module in (load, model, checks):
         set_attribute(module, "current_platform", platform)
     use_reference_kernels(set_attribute)
 
@@ -74,7 +73,7 @@ def build(set_attribute: Any, backend: str = "allgather_reducescatter", **option
     config = options.pop("config", None) or vllm_layers.engine_config(0, NUM_RANKS, backend, NAMES)
     quant_config = options.pop("quant_config", None)
     parallel = options.pop("parallel", None) or vllm_layers.parallel_of(0, NUM_RANKS, backend)
-    layer = vllm_layers.build_layer(config, parallel, NAMES[0], quant_config)
+    layer = vllm_layers.build_layer(config, parallel, NAMES[0], quant_config, **options)
     with set_current_vllm_config(config):
         for parameter in layer.parameters():
             parameter.data.fill_(1)

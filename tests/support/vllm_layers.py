@@ -17,7 +17,6 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from tests.support.experts import NUM_EXPERTS, TOP_K
-from ultraep_serve.engines.vllm.routed_experts import take_over
 
 HIDDEN = 2048  # DeepEP takes no less
 INNER = 16
@@ -70,10 +69,7 @@ def build_layer(
     kind: type[RoutedExperts] = RoutedExperts,
     **changes: Any,
 ) -> Any:
-    """A layer as vLLM builds it, ours if it is to be balanced, weights not loaded.
-
-    ``changes`` to its configuration.
-    """
+    """A layer as vLLM builds it, weights not loaded; ``changes`` to its configuration."""
     manager = ExpertMapManager(
         max_num_batched_tokens=MAX_TOKENS,
         top_k=TOP_K,
@@ -100,9 +96,7 @@ def build_layer(
     }
     moe = FusedMoEConfig(**{**values, **changes})
     with set_current_vllm_config(config):
-        layer = kind(name, torch.bfloat16, moe, quant_config, expert_map_manager=manager)
-        take_over(layer)
-        return layer
+        return kind(name, torch.bfloat16, moe, quant_config, expert_map_manager=manager)
 
 
 def load(layer: Any, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
@@ -112,4 +106,3 @@ def load(layer: Any, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> No
         getattr(layer, name).data.copy_(tensor[first : first + layer.local_num_experts])
     with set_current_vllm_config(config):
         layer.quant_method.process_weights_after_loading(layer)
-        layer.update_param_tp_status()

@@ -72,8 +72,8 @@ def join_ranks(rank: int, num_ranks: int, backend: str) -> None:
 
     group: Any = Group(rank, num_ranks)
     state: Any = parallel_state
-    state._EP = state._DP = group
-    state._TP = state._PCP = Group(0, 1)
+    state._EP = state._DP = state._WORLD = group
+    state._TP = state._PCP = state._PP = Group(0, 1)
     state._NODE_COUNT = 1
     managers: dict[str, Any] = {
         TENSOR: None,

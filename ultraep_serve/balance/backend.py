@@ -6,8 +6,8 @@ turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Recorder
@@ -30,8 +32,11 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "marking_failure",
     "row_width",
 ]
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 CHUNK_BYTES = 1 << 20  # unit of weight transfer; GPUs take smaller ones
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
@@ -119,8 +124,26 @@ class PolicySource(Protocol):
         """Have ``off`` in force until somebody sets a policy. Raises ControlError."""
 
 
+def marking_failure(call: Call) -> Call:
+    """Have an error that ``call`` of a balancer raises mark this rank as failed for the sidecar."""
+
+    @wraps(call)
+    def marked(balancer: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return call(balancer, *args, **named)
+        except UltraEPError as error:
+            balancer._recorder.fail(str(error))
+            raise
+
+    return cast(Call, marked)
+
+
 class LayerBalancer(Protocol):
-    """What routes every layer; all ranks must call ``route`` in the same order."""
+    """What balances every layer, by three calls in the order in which they stand here.
+
+    All ranks must call ``route`` in the same order. Micro-batches may overlap, each with its three
+    calls.
+    """
 
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
@@ -132,8 +155,14 @@ class LayerBalancer(Protocol):
         token count over all ranks. Raises PeerTimeoutError when a rank is gone.
         """
 
+    def receive(self, micro_batch: int = 0) -> ExpertClock:
+        """Order what is computed, or launched, next behind the arrival of all copies of the layer.
+
+        An engine calls it between its dispatch and its experts. Returns the clock of these.
+        """
+
     def computed(self, micro_batch: int = 0) -> None:
-        """Take note that the engine has computed, or launched, the layer that was routed last.
+        """Take note that the engine has computed, or launched, the layer, and combined it.
 
         Raises PeerTimeoutError when a rank is known to be gone. Nobody answers with what came of
         it: where that is known later, the device has stopped.

@@ -13,11 +13,9 @@ Noise must not change a plan, and a plan must not change what is measured:
 - Speeds follow only what differs clearly from those in use, and not further than a step at a time.
 """
 
-import threading
 import time
 from collections import deque
-from contextlib import ContextDecorator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +27,10 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape, SpeedSource, parse_speeds
 
 __all__ = [
+    "ExpertClock",
+    "HostClock",
     "OwnTime",
     "RankSpeeds",
-    "StreamMarks",
-    "expert_clock",
     "fixed_speeds",
 ]
 
@@ -43,39 +41,22 @@ _LEAST_PICOSECONDS = 5 * 10**9  # of a batch, by the cost model; less is mostly 
 Integers = NDArray[np.integer]
 
 
-class StreamMarks(Protocol):
-    """What belongs around a layer's experts in a device's stream, being launched in the clock."""
+class ExpertClock(Protocol):
+    """Runs while an engine computes the experts of a layer, or launches them."""
 
-    def begin_experts(self) -> None: ...
+    def stop(self) -> None:
+        """Stop, before what the experts gave is combined with what others gave."""
 
-    def end_experts(self) -> None: ...
 
-
-class _ExpertClock(threading.local, ContextDecorator):
-    """Nanoseconds that this thread spends inside; micro-batches that overlap have one each."""
+class HostClock:
+    """An ``ExpertClock`` of this thread's time; starts when it is made."""
 
     def __init__(self) -> None:
-        self._spent = self._since = 0
-        self.marks: StreamMarks | None = None  # of the layer, on a device
-
-    def __enter__(self) -> "_ExpertClock":
-        if self.marks is not None:
-            self.marks.begin_experts()
+        self.nanoseconds = 0  # until it is stopped
         self._since = time.perf_counter_ns()
-        return self
 
-    def __exit__(self, *_: Any) -> None:
-        self._spent += time.perf_counter_ns() - self._since
-        if self.marks is not None:
-            self.marks.end_experts()
-
-    def take(self) -> int:
-        """Nanoseconds since this was last asked."""
-        spent, self._spent = self._spent, 0
-        return spent
-
-
-expert_clock = _ExpertClock()  # adapters compute their own experts inside, and wait for nobody
+    def stop(self) -> None:
+        self.nanoseconds = time.perf_counter_ns() - self._since
 
 
 class OwnTime:

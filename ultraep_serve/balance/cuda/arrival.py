@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from ultraep_serve.balance.cuda.recording import PendingLayer
+from ultraep_serve.balance.cuda.recording import LayerTimer, Untimed
 from ultraep_serve.balance.cuda.side_stream import SideStream
+from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.types import Stage
 
 __all__ = ["Arrival"]
@@ -14,32 +15,21 @@ class Arrival:
 
     def __init__(self, side: SideStream) -> None:
         self.side = side
-        self.pending: PendingLayer | None = None  # the layer, where its experts are timed
+        self.timer: LayerTimer = Untimed()  # of the layer that was routed
         self._receive: Callable[[], None] | None = None
 
     def expect(self, receive: Callable[[], None]) -> None:
         """Keep ``receive``, which waits in the current stream for what is sent beside it."""
         self._receive = receive
 
-    def join(self) -> None:
-        """Order what is launched next behind all experts sent and received."""
+    def join(self) -> ExpertClock:
+        """Order what is launched next behind all experts sent and received; times that."""
+        timer, self.timer = self.timer, Untimed()
+        timer.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
         self.side.join()
         if self._receive is not None:
             receive, self._receive = self._receive, None
             receive()
-
-    def begin_experts(self) -> None:
-        """See ``StreamMarks``; engines may launch a layer's experts in parts."""
-        pending = self.pending
-        if pending is None or pending.has_begun:
-            self.join()
-            return
-        pending.lap(Stage.COMPUTE)
-        self.join()
-        pending.lap(Stage.WAIT)
-        pending.begin_experts()
-
-    def end_experts(self) -> None:
-        """See ``StreamMarks``."""
-        if self.pending is not None:
-            self.pending.end_experts()
+        timer.lap(Stage.WAIT)
+        timer.begin_experts()
+        return timer

@@ -38,23 +38,29 @@ from ultraep_kernels.device.plan import (
 from ultraep_kernels.device.reroute import new_physical
 from ultraep_kernels.device.speeds import choose_speeds
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
+from ultraep_serve.balance.backend import (
+    GroupSetup,
+    LayerSlots,
+    PolicySource,
+    marking_failure,
+    row_width,
+)
 from ultraep_serve.balance.cuda.arrival import Arrival
 from ultraep_serve.balance.cuda.choices import OwnChoice
 from ultraep_serve.balance.cuda.expectations import Expectations
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import (
     Entry,
+    LayerTimer,
     PendingBatches,
     PendingLayer,
-    StageTimer,
     Untimed,
     is_capturing,
 )
 from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.cuda.side_stream import side_stream
 from ultraep_serve.balance.physical import forced_ids, identity_table
-from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
+from ultraep_serve.balance.speeds import ExpertClock, OwnTime, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.costs.relays import least_saved
 from ultraep_serve.errors import ConfigError
@@ -99,10 +105,10 @@ class DeviceBalancer:
     which all ranks know it; the others are left at home by the device. Where the batch before last
     was off, the host launches no more than the identity for them, whatever the first one says.
 
-    Experts are sent in a stream beside the engine's, which dispatches meanwhile and joins it where
-    the experts are launched: inside ``expert_clock``, which engines must do. There they are awaited
-    too. In a CUDA graph it is one stream. A layer that was left alone in the batch before last
-    takes one launch for its plan and for all that may follow, in the engine's stream.
+    Experts are sent in a stream beside the engine's, which dispatches meanwhile and joins it in
+    ``receive``. There they are awaited too. In a CUDA graph it is one stream. A layer that was left
+    alone in the batch before last takes one launch for its plan and for all that may follow, in the
+    engine's stream.
 
     Records come when the host comes by after the device is done with a batch, at a later ``route``
     or ``computed``.
@@ -189,6 +195,7 @@ class DeviceBalancer:
             decision=self._decision,
         )
 
+    @marking_failure
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
@@ -233,16 +240,18 @@ class DeviceBalancer:
         if self._samples is not None and not capturing:
             found = self._plans[micro_batch].found
             self._samples.routed(layer, topk_ids, physical, found, micro_batch, begins)
-        arriving = self._arriving[micro_batch]
         # the time of one micro-batch's experts may hold another one's
-        arriving.pending = pending if self._shape.num_micro_batches == 1 else None
-        expert_clock.marks = arriving
+        if pending is not None and self._shape.num_micro_batches == 1:
+            self._arriving[micro_batch].timer = pending
         return physical
 
+    def receive(self, micro_batch: int = 0) -> ExpertClock:
+        """Order what is launched next behind all experts that were sent and received."""
+        return self._arriving[micro_batch].join()
+
+    @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
         """Take note that the engine has launched the layer that was routed last."""
-        expert_clock.marks = None
-        self._arriving[micro_batch].join()  # where this rank had nothing to compute
         if not is_capturing(self._device):
             self._pending.close(micro_batch, is_last=self._expected.rests)
             if self._samples is not None:
@@ -283,7 +292,7 @@ class DeviceBalancer:
         micro_batch: int,
         begins: bool,
     ) -> torch.Tensor:
-        watch: StageTimer = pending or Untimed()
+        watch: LayerTimer = pending or Untimed()
         steps = self._steps_of(layer, pending, micro_batch, begins, topk_ids.dtype)
         found, number = self._plans[micro_batch].found, topk_ids.numel()
         buffers, blocks = self._buffers_of(number), blocks_of(number)

@@ -18,15 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_serve.balance.cuda.timing import new_mark
+from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.types import Decision, Stage
 
 __all__ = [
     "TIMED_EVERY",
     "Entry",
+    "LayerTimer",
     "PendingBatch",
     "PendingBatches",
     "PendingLayer",
-    "StageTimer",
     "Untimed",
     "is_capturing",
 ]
@@ -36,17 +37,26 @@ _NUM_PAGES = 3  # a batch that is written, the one before, and the one before th
 _MOST_LAPS = len(Stage) + 1  # of a layer
 
 
-class StageTimer(Protocol):
-    """Times a layer's way through the stages."""
+class LayerTimer(ExpertClock, Protocol):
+    """Times a layer's way through the stages, and its experts."""
 
     def lap(self, stage: Stage) -> None:
         """Count the stream's time since the last lap as ``stage``'s."""
 
+    def begin_experts(self) -> None:
+        """Mark the launch of the layer's experts."""
+
 
 class Untimed:
-    """Stands in for a timer where nobody times a layer's stages."""
+    """Stands in for a timer where nobody times a layer."""
 
     def lap(self, stage: Stage) -> None:
+        pass
+
+    def begin_experts(self) -> None:
+        pass
+
+    def stop(self) -> None:
         pass
 
 
@@ -60,32 +70,30 @@ class PendingLayer:
         self._marks: list[Any] = [new_mark(device) for _ in range(_MOST_LAPS + 1)]
         self._experts: tuple[Any, Any] = (new_mark(device), new_mark(device))
         self._passed: list[Stage] = []  # in order, each with a mark behind it
-        self.has_begun = self._ended = self.is_timed = False
+        self._ended = self.is_timed = False
         self.layer = self.batch = self.tokens = self.micro_batch = 0
 
     def start(self, layer: int, batch: int, tokens: int, micro_batch: int, timed: bool) -> None:
         """Begin anew, with the time of the first stage where stages are ``timed``."""
         self.layer, self.batch, self.tokens = layer, batch, tokens
         self.micro_batch = micro_batch
-        self.has_begun = self._ended = False
+        self._ended = False
         self.is_timed = timed
         self._passed.clear()
         if timed:
             self._marks[0].record()
 
     def lap(self, stage: Stage) -> None:
-        """See ``StageTimer``; stages come in any order, the engine's before and after the wait."""
+        """See ``LayerTimer``; stages come in any order, the engine's before and after the wait."""
         if self.is_timed:
             self._passed.append(stage)
             self._marks[len(self._passed)].record()
 
     def begin_experts(self) -> None:
-        """Mark the launch of the layer's experts, or of the first part of them."""
-        if not self.has_begun:
-            self.has_begun = True
-            self._experts[0].record()
+        """See ``LayerTimer``."""
+        self._experts[0].record()
 
-    def end_experts(self) -> None:
+    def stop(self) -> None:
         """Mark that the layer's experts have been launched."""
         self._ended = True
         self._experts[1].record()

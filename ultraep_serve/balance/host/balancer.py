@@ -1,7 +1,8 @@
 """The data flow: exact load -> plan -> replicas -> physical ids, for every layer of every batch.
 
-``HostBalancer.route`` is the whole of it, one line per stage. It sits between an engine's router
-and its dispatch; the engine's own dispatch, expert kernels and combine run on unchanged.
+``HostBalancer.route`` is nearly the whole of it, one line per stage, between an engine's router and
+its dispatch; ``receive`` waits before its experts. The engine's own dispatch, expert kernels and
+combine run on unchanged.
 """
 
 import logging
@@ -24,10 +25,10 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import contradictions, write_row
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, marking_failure
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
-from ultraep_serve.balance.speeds import RankSpeeds, expert_clock
+from ultraep_serve.balance.speeds import HostClock, RankSpeeds
 from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,
@@ -118,7 +119,9 @@ class HostBalancer:
         self._time = 0  # of an assignment, in picoseconds, that this rank publishes
         self._warned = False
         self._routed: _Routed | None = None  # what `computed` will record
+        self._clock = HostClock()  # of its experts
 
+    @marking_failure
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
@@ -155,23 +158,32 @@ class HostBalancer:
         watch.lap(Stage.REPLICATE)
         physical = self._reroute(layer, topk_ids, plan, decision, loads)
         watch.lap(Stage.REROUTE)
-        self._wait_slots(layer, plan)
-        watch.lap(Stage.WAIT)
-        if self._samples is not None:
-            self._samples.check_routed(topk_ids, physical, load)
-            watch.leave_out()
         place = LayerPlace(self._batch, layer, batch_tokens)
-        policy = self._batch_policy or Policy.OFF
-        self._routed = _Routed(place, policy, decision, loads, plan, sent, watch)
-        expert_clock.take()  # what was computed apart from batches
+        policy, ids = self._batch_policy or Policy.OFF, (topk_ids, physical, load)
+        self._routed = _Routed(place, policy, decision, loads, plan, sent, watch, ids)
         return physical
 
+    @marking_failure
+    def receive(self, micro_batch: int = 0) -> HostClock:
+        """Return when this rank's slots have arrived, of the layer that was routed last."""
+        if self._routed is not None:
+            layer, plan, watch = self._routed.place.layer, self._routed.plan, self._routed.watch
+            watch.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
+            self._wait_slots(layer, plan)
+            watch.lap(Stage.WAIT)
+            if self._samples is not None:
+                self._samples.check_routed(*self._routed.ids)
+                watch.leave_out()
+        self._clock = HostClock()
+        return self._clock
+
+    @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
         """Record the layer that was routed last, which the engine has computed."""
         if self._routed is not None:
             self._routed.watch.lap(Stage.COMPUTE)
             is_last = self._routed.place.layer == len(self._layers) - 1
-            make = partial(self._record, self._routed, expert_clock.take())
+            make = partial(self._record, self._routed, self._clock.nanoseconds)
             self._recorder.record_later(make, ends_batch=is_last)
             self._routed = None
             if self._samples is not None:
@@ -346,3 +358,4 @@ class _Routed:
     plan: Plan | None
     sent: int  # bytes that this rank sent
     watch: Stopwatch
+    ids: tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]  # logical, physical; load (E,)

@@ -1,4 +1,4 @@
-"""Experts on CPU, one after another, as products of matrices; knows no engine.
+"""Experts on CPU: rows of assignments, products of matrices and sums; knows no engine.
 
 torch multiplies matrices by oneDNN, which uses the CPU's own instructions where it has them.
 """
@@ -9,7 +9,15 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Compute", "Expert", "added_up", "by_expert", "float32_product", "is_exact", "own_type"]
+__all__ = [
+    "Compute",
+    "Expert",
+    "add_up",
+    "by_expert",
+    "float32_product",
+    "is_exact",
+    "own_type",
+]
 
 # Rows (n, H), their weights (n,) float32 and experts (n,), to weighted outputs (n, H) of that type.
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -17,6 +25,30 @@ Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (n, H) to out
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 8
+
+
+def add_up(
+    compute: Compute,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local: torch.Tensor,
+    total: torch.Tensor,
+    most: int,
+) -> torch.Tensor:
+    """Sum what a rank's own experts give for tokens ``x`` (T, H), in ``total`` (T, H) float32.
+
+    ``topk_weights`` (T, K); ``local`` (T, K) experts of this rank, -1 for another rank's. At most
+    ``most`` rows are computed at once. A token's are added in the order of its experts: weighted
+    outputs in bfloat16 have 8 significant bits, so that a sum is exact, also over ranks, unless
+    they differ in size by more than 2**13.
+    """
+    total.zero_()
+    tokens, k = (local >= 0).nonzero(as_tuple=True)
+    for some, of_some in zip(torch.split(tokens, most), torch.split(k, most), strict=True):
+        chosen = topk_weights[some, of_some].float(), local[some, of_some]
+        rows = compute(x.index_select(0, some), *chosen)
+        total.index_add_(0, some, rows.float())
+    return total
 
 
 def own_type(dtype: torch.dtype) -> torch.dtype:
@@ -64,12 +96,6 @@ def by_expert(
                 found = compute(gathered)[:size] * weights[part, None]  # in float32
                 outputs.index_copy_(0, part, found.to(outputs.dtype))
     return outputs
-
-
-def added_up(rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The sums (T, H) float32 of each token's ``rows`` (n, H), in their order."""
-    total = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32)
-    return total.index_add_(0, tokens, rows.float())
 
 
 def is_exact(compute: Compute, rows: torch.Tensor, experts: torch.Tensor) -> bool:

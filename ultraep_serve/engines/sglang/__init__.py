@@ -1,1 +1,1 @@
-"""SGLang: ``plugin`` registers, ``hooks`` are the seams, ``group`` joins the layers."""
+"""SGLang: ``plugin`` registers, ``hooks`` watch loading and batches, ``stage`` balances."""

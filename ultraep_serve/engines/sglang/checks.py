@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.engines.common.requirements import Requirement, unmet
-from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS
+from ultraep_serve.engines.sglang.host import ACTIVATIONS
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.versions import SGLANG, NewerEngine

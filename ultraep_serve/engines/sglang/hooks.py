@@ -4,21 +4,18 @@ import inspect
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.topk import TopKOutputChecker
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
-from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.engines.common.requirements import require_parameters
 from ultraep_serve.engines.sglang.checks import (
@@ -28,36 +25,38 @@ from ultraep_serve.engines.sglang.checks import (
     check_engine,
     check_settings,
 )
-from ultraep_serve.engines.sglang.cpu_experts import (
-    complete_device_module,
-    compute_and_reduce,
-    compute_own,
+from ultraep_serve.engines.sglang.host import complete_device_module, compute
+from ultraep_serve.engines.sglang.model import (
+    balance,
+    complete_outputs,
+    expert_layers,
+    moe_layers,
+    new_dispatcher,
 )
-from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
-from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, own_prefill_tokens
+from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import SGLANG
 from ultraep_serve.types import Policy
 
-__all__ = ["PrefillTokens", "install"]
+__all__ = ["install"]
 
 logger = logging.getLogger(__name__)
 
 LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
-CORE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
 COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
+
+DISPATCH = "sglang.srt.layers.moe.token_dispatcher.base.BaseDispatcher._dispatch_with_hook"
 
 # Of the functions whose parameters a hook tells apart by their order.
 _PARAMETERS = {
     FORWARD: "self forward_batch skip_attn_backend_init pp_proxy_tensors reinit_attn_backend "
     "split_forward_count",
-    EXPERTS: "self hidden_states topk_output pre_quant_input",
     COMPUTE: "layer x topk_output moe_runner_config",
+    DISPATCH: "self hidden_states topk_output",
 }
 
 
@@ -87,11 +86,12 @@ class _SchedulerHooks:
 
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
-        self._execution = CpuExperts() if is_cpu() else DeviceExperts()
-        self._group: ExpertGroup | None = None
+        self._tokens = PrefillTokens()
+        self._flow: Flow | None = None  # of the balanced model
+        self._balanced: BalancedLayers | None = None
         self._served_plainly = False  # because on_unsupported is off
         self._is_made = False  # the scheduler, with all that it tries out
-        self._tokens = PrefillTokens()
+        self._is_loading = True  # no prefill of a made scheduler has run
 
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
         """Return hooks by target; without balancing only what expert parallelism on CPU needs."""
@@ -103,9 +103,6 @@ class _SchedulerHooks:
         if self._config.policy is not Policy.OFF:
             hooks[GATHER] = (self._tokens.gathered, HookType.AFTER)
             hooks[FORWARD] = (self.forward, HookType.AROUND)
-            hooks[EXPERTS] = (self.experts, HookType.AROUND)
-            if not is_cpu():
-                hooks[CORE] = (self.core, HookType.AROUND)
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
         return hooks
 
@@ -127,16 +124,18 @@ class _SchedulerHooks:
             try:
                 check_hooked_functions()
                 check_settings(resolving_view(runner.server_args))
-                self._group = ExpertGroup(self._config, runner.model, self._execution)
+                self._balanced, self._flow = balance(self._config, runner.model, self._tokens)
                 return
             except UnsupportedError as error:
                 is_primary = get_parallel().tp_rank == 0
                 refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
                 self._served_plainly = True
         check = check_cpu_execution if is_cpu() else check_draft_layer
-        if is_cpu() or self._group is not None:
+        if is_cpu() or self._balanced is not None:
             for layer in expert_layers(runner.model):
                 check(layer)
+                if is_cpu():
+                    layer.dispatcher = new_dispatcher(layer, self._config.min_batch_tokens)
 
     def forward(
         self,
@@ -151,52 +150,34 @@ class _SchedulerHooks:
         Target: ``ModelRunner.forward``, which every batch passes. AROUND. Remove when a batch's
         forward mode can be read in a layer without a forward context.
         """
-        if runner.is_draft_worker or self._group is None:
+        if runner.is_draft_worker or self._balanced is None:
             return original(runner, forward_batch, *rest, **named)
+        self._balanced.require_in_place()
         with self._tokens.running(forward_batch):
             output = original(runner, forward_batch, *rest, **named)
             has_prefill = self._tokens.number > 0
         if own_prefill_tokens(forward_batch):
-            self._group.check_all_routed()
-        if has_prefill and self._is_made:
-            self._group.end_loading()
+            self._check_all_routed(runner.model)
+        if has_prefill and self._is_made and self._is_loading:
+            # In the first one, mostly SGLang's own warm-up request, kernels may still compile.
+            self._is_loading = False
+            self._balanced.end_loading(logger)
         return output
 
-    def experts(
-        self,
-        original: Callable[..., Any],
-        layer: FusedMoE,
-        hidden_states: torch.Tensor,
-        topk_output: Any,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        """Balance: give physical ids to everything behind routing.
+    def _check_all_routed(self, model: Any) -> None:
+        """Raise UnsupportedError unless a prefill with tokens has routed every layer.
 
-        Target: ``FusedMoE.forward_impl``, behind routing and before dispatch; SGLang's recorder has
-        counted the router's own choice by then. AROUND. Remove when SGLang can place and split
-        experts batch by batch itself.
+        A model that computes a layer's experts in a way of its own would take physical ids for
+        logical ones. SGLang's warm-up request is the first such batch.
         """
-        if self._group is None or layer not in self._group:
-            return original(layer, hidden_states, topk_output, *rest, **named)
-        assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
-        ids, weights = topk_output.topk_ids, topk_output.topk_weights
-        if self._tokens.number and self._group.has_zero_experts:
-            ids = ids.masked_fill(weights == 0, -1)
-        physical = self._group.route(layer, ids, self._tokens.number)
-        balanced = topk_output._replace(topk_ids=physical)
-        output = original(layer, hidden_states, balanced, *rest, **named)
-        self._group.computed()
-        return output
-
-    def core(self, original: Callable[..., Any], layer: FusedMoE, *rest: Any, **named: Any) -> Any:
-        """Say when a device's experts are launched, for the speeds of ranks.
-
-        Target: ``FusedMoE.run_moe_core``, between dispatch and combine. AROUND. Remove with
-        ``experts``.
-        """
-        with expert_clock:
-            return original(layer, *rest, **named)
+        assert self._flow is not None, "what is not balanced is not routed"
+        if self._flow.not_routed:
+            name = moe_layers(model)[min(self._flow.not_routed)].layer_name
+            raise UnsupportedError(
+                f"{name} cannot be balanced: the model did not call it in a prefill, or not "
+                "through its dispatcher",
+                otherwise=POLICY_OFF,
+            )
 
     def compute(
         self,
@@ -213,10 +194,7 @@ class _SchedulerHooks:
         """
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
-        chosen = topk_output.topk_weights, topk_output.topk_ids
-        if x.shape[0] < self._config.min_batch_tokens:  # nothing is computed elsewhere
-            return compute_own(layer, x, *chosen).to(x.dtype)
-        return compute_and_reduce(layer, x, *chosen)
+        return compute(layer, x, topk_output.topk_weights, topk_output.topk_ids)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.
@@ -228,13 +206,20 @@ class _SchedulerHooks:
             return
         hooks = self.by_target().items()
         missing = [target for target, (hook, _) in hooks if not _is_in_place(target, hook)]
-        if missing or self._group is None:
+        if missing or self._balanced is None:
             raise UnsupportedError(
                 f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the reason"
             )
-        self._group.check_adopted(scheduler.tp_worker.model_runner.model)
-        self._group.mark_ready()
+        self._check_adopted(scheduler.tp_worker.model_runner.model)
+        self._balanced.mark_ready(logger)
         self._is_made = True
+
+    def _check_adopted(self, model: Any) -> None:
+        """Raise UnsupportedError unless every MoE layer of ``model`` still has its slots."""
+        assert self._balanced is not None, "what is not balanced has none"
+        if len(moe_layers(model)) != self._balanced.num_layers:
+            raise UnsupportedError("layers with experts came after loading; start the server anew")
+        self._balanced.require_in_place()
 
 
 def check_hooked_functions() -> None:
@@ -254,49 +239,3 @@ def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:
             return True
         wrapper = getattr(wrapper, "__wrapped__", None)
     return False
-
-
-_PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
-
-
-class PrefillTokens:
-    """The tokens of the batch that runs; 0 where it is not prefill, which is never planned.
-
-    Ranks of one attention group run the same batch. With attention data parallelism every rank has
-    a batch of its own, of decode or with nothing in it while another one's is prefill: then all
-    their numbers count, which SGLang's schedulers gather before they run anything.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._gathered = 0
-
-    def gathered(self, _result: None, info: Any, *_: Any, **__: Any) -> None:
-        """Keep the number of all ranks' tokens.
-
-        Target: ``MLPSyncBatchInfo.all_gather``, behind which every rank has the same. AFTER. A
-        batch itself only tells them where dense layers gather tokens too. Remove when it always
-        does.
-        """
-        self._gathered = sum(info.global_num_tokens)
-
-    @contextmanager
-    def running(self, forward_batch: Any) -> Iterator[None]:
-        """Count while SGLang runs ``forward_batch``; what it captures or tries out counts 0."""
-        self.number = self._of(forward_batch)
-        try:
-            yield
-        finally:
-            self.number = 0
-
-    def _of(self, forward_batch: Any) -> int:
-        if get_parallel().attn_dp_size > 1:
-            return self._gathered if forward_batch.is_extend_in_batch else 0
-        return own_prefill_tokens(forward_batch)
-
-
-def own_prefill_tokens(forward_batch: Any) -> int:
-    """Return this rank's tokens; with attention data parallelism others may have more."""
-    if forward_batch.forward_mode in _PREFILL:
-        return int(forward_batch.extend_num_tokens or 0)
-    return 0

@@ -1,1 +1,1 @@
-"""vLLM: ``plugin`` registers, ``routed_experts`` has the seams, ``group`` joins the layers."""
+"""vLLM: ``plugin`` registers, ``load`` watches loading, ``stage`` balances."""

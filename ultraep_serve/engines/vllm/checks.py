@@ -2,6 +2,7 @@
 
 import torch
 import vllm
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
@@ -36,9 +37,11 @@ __all__ = [
     "without_experts",
 ]
 
-# Of the method that the adapter's layers override.
-_FORWARD_MODULAR = "self x topk_weights topk_ids shared_experts shared_experts_input"
-_WEIGHTS_ARE_FINAL = "update_param_tp_status"
+# Of the stage that the adapter wraps.
+_PREPARE = (
+    "self a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "
+    "quant_config defer_input_quant"
+)
 
 # On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
 _CPU_QUANTISED = (
@@ -150,14 +153,9 @@ def check_engine(newer: NewerEngine = "refuse") -> str:
 
 def _check_contracts(package: Package) -> None:
     """Raise UnsupportedError where vLLM would serve without balancing, or wrongly, in silence."""
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading  # many modules
-
-    require_parameters(package, RoutedExperts.forward_modular, _FORWARD_MODULAR)
-    if _WEIGHTS_ARE_FINAL not in process_weights_after_loading.__code__.co_names:
-        raise UnsupportedError(
-            f"this {package.engine} does not call {_WEIGHTS_ARE_FINAL} when it has loaded a layer; "
-            f"install {package.requirement}"
-        )
+    stage = mk.FusedMoEPrepareAndFinalizeModular
+    require_parameters(package, stage.prepare, _PREPARE)
+    require_parameters(package, stage.prepare_async, _PREPARE)
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
@@ -228,19 +226,11 @@ def check_layer(layer: RoutedExperts) -> None:
 
 
 def _wrong_class(layer: RoutedExperts) -> str | None:
-    """What keeps ``RoutedExperts`` from computing ``layer`` alone, with the ids that it is given.
-
-    A model's own class, such as ``SubstitutedRoutedExperts`` of 0.33, may look at logical ids.
-    """
-    for cls in type(layer).__mro__:
-        is_ours = cls.__module__.rpartition(".")[0] == __package__
-        if "forward_modular" in vars(cls) and not is_ours:
-            if cls is RoutedExperts:
-                return None
-            return (
-                f"{cls.__name__} computes its experts in a way of its own, which is not there yet"
-            )
-    return None
+    """What may keep ``layer`` from its kernel, and so from the stage that balances it."""
+    if type(layer).forward_modular is RoutedExperts.forward_modular:
+        return None
+    name = type(layer).__name__
+    return f"{name} computes its experts in a way of its own, which is not there yet"
 
 
 def check_cpu_execution(layer: RoutedExperts) -> None:

@@ -21,11 +21,11 @@ logger = logging.getLogger("vllm.ultraep_serve")
 
 
 def register() -> None:
-    """Have vLLM build experts that can be balanced; they are vLLM's own where nobody asked.
+    """Have vLLM's workers balance the models that they load; they do nothing where nobody asked.
 
     Raises ConfigError, before anything is started, for wrong settings in the environment (as
     SystemExit for those on the command line), and UnsupportedError where they ask for balancing and
-    this vLLM has other layers.
+    this vLLM has other workers.
     """
     given = setting_on_command_line(sys.argv)
     try:
@@ -37,9 +37,9 @@ def register() -> None:
     share_with_ray_workers()
     repeat_at_exit()
     try:
-        from ultraep_serve.engines.vllm.routed_experts import substitute
+        from ultraep_serve.engines.vllm.load import join_workers
 
-        substitute()
+        join_workers()
     except (ImportError, AttributeError) as error:
         refusal = why_not_loaded(VLLM, error)
         if asked is not None and asked.on_unsupported == "error":

@@ -1,16 +1,13 @@
 """Expert parallelism on CPU, which SGLang's own torch path does not survive.
 
 SGLang marks assignments of other ranks with -1 and its plain torch experts then index with that.
-
-Where experts may be computed by another rank than usual, sums of 16-bit models are taken in float32
-until they are complete, across ranks too: weighted outputs in bfloat16 have 8 significant bits, so
-that is exact unless they differ in size by more than 2**13. So no token's result depends on which
-rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by itself.
+So ``compute`` stands in for them, and ``HostDispatcher`` completes sums.
 
 Experts are products of matrices, in the model's type as SGLang has them, or in float32 where this
 CPU emulates that type.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,57 +16,60 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.activation import GeluAndMul, SiluAndMul, SituAndMul
 from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.runtime_context import get_parallel
 
-from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
-    added_up,
+    add_up,
     by_expert,
     float32_product,
     own_type,
 )
 
-__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own"]
+__all__ = ["ACTIVATIONS", "HostDispatcher", "complete_device_module", "compute"]
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
 
 
-def compute_and_reduce(
-    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
-) -> torch.Tensor:
-    """Do as ``compute_own``, with a sum that is the same wherever experts are computed.
+class HostDispatcher(StandardDispatcher):
+    """SGLang's own dispatcher, with the same sums over ranks wherever experts are computed.
 
-    In 16-bit models the first rank's part is all of it and the others' are zero, so that the
-    engine's sum does not round it again. All ranks call it together.
+    Parts of 16-bit models stay float32 until they are complete, over ranks too: the first rank's
+    part is all of the sum then and the others' are zero, so that SGLang's own sum does not round it
+    again. In batches of fewer tokens than ``min_batch_tokens`` nothing is computed elsewhere, and
+    SGLang adds up by itself.
     """
-    own = compute_own(layer, x, topk_weights, local_ids)
-    if x.dtype is torch.float32:
-        return own
-    group = get_parallel().moe_ep_group
-    everything: torch.Tensor = group.all_reduce(own)
-    return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
+
+    def __init__(self, moe_runner_config: Any, min_batch_tokens: int) -> None:
+        super().__init__(moe_runner_config)
+        self._dtype, self._min_batch_tokens = moe_runner_config.params_dtype, min_batch_tokens
+
+    def combine(self, combine_input: Any) -> torch.Tensor:
+        part: torch.Tensor = super().combine(combine_input)
+        if self._dtype is not torch.float32 and part.shape[0] >= self._min_batch_tokens:
+            group = get_parallel().moe_ep_group
+            part = group.all_reduce(part)
+            if group.rank_in_group:
+                part.zero_()
+        return part.to(self._dtype)
 
 
-def compute_own(
+def compute(
     layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of the output, (T, H) float32, to be summed over ranks by the engine.
+    """This rank's part of the output, (T, H) float32.
 
     ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
     perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H). ``x`` (T, H) all
     tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1 for another
     rank's.
     """
-    with expert_clock:
-        tokens, k = (local_ids >= 0).nonzero(as_tuple=True)
-        dtype = own_type(layer.w13_weight.dtype)
-        expert = partial(_expert, layer, _activation(layer.moe_runner_config), dtype)
-        chosen = topk_weights[tokens, k].float(), local_ids[tokens, k]
-        rows = x.index_select(0, tokens)
-        outputs = by_expert(expert, layer.w13_weight.shape[0], rows, *chosen)
-        return added_up(outputs, tokens, x.shape[0])
+    expert = partial(_expert, layer, _activation(layer.moe_runner_config))
+    products = partial(by_expert, expert, layer.w13_weight.shape[0])
+    total = torch.empty(x.shape, dtype=torch.float32)
+    return add_up(products, x, topk_weights, local_ids, total, most=sys.maxsize)
 
 
 def _activation(config: Any) -> Activation:
@@ -86,8 +86,9 @@ def _activation(config: Any) -> Activation:
     return made
 
 
-def _expert(layer: Any, activation: Activation, dtype: torch.dtype, index: int) -> Expert:
-    """Local expert ``index`` of ``layer``, computed in ``dtype``."""
+def _expert(layer: Any, activation: Activation, index: int) -> Expert:
+    """Local expert ``index`` of ``layer``."""
+    dtype = own_type(layer.w13_weight.dtype)
     product = float32_product if dtype is torch.float32 else F.linear
     w13, w2 = layer.w13_weight[index].to(dtype), layer.w2_weight[index].to(dtype)
 

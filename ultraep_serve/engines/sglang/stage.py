@@ -1,0 +1,129 @@
+"""Balancing as a stage of SGLang's own dispatch.
+
+A layer's dispatcher has hooks around ``dispatch`` and ``combine`` (``BaseDispatcher``). They call
+the balancer three times, in the order of the flow: ``route`` before dispatch, ``receive`` between
+dispatch and experts, ``computed`` behind combine. So no kernel computes with copies that have not
+arrived. Verified with 0.5.23.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
+from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
+
+from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.speeds import ExpertClock
+from ultraep_serve.engines.common.group import Flow as CommonFlow
+
+__all__ = ["Flow", "PrefillTokens", "balance_dispatch", "own_prefill_tokens"]
+
+_PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+class PrefillTokens:
+    """The tokens of the batch that runs; 0 where it is not prefill, which is never planned.
+
+    Ranks of one attention group run the same batch. With attention data parallelism every rank has
+    a batch of its own, of decode or with nothing in it while another one's is prefill: then all
+    their numbers count, which SGLang's schedulers gather before they run anything.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._gathered = 0
+
+    def gathered(self, _result: None, info: Any, *_: Any, **__: Any) -> None:
+        """Keep the number of all ranks' tokens.
+
+        Target: ``MLPSyncBatchInfo.all_gather``, behind which every rank has the same. AFTER. A
+        batch itself only tells them where dense layers gather tokens too. Remove when it always
+        does.
+        """
+        self._gathered = sum(info.global_num_tokens)
+
+    @contextmanager
+    def running(self, forward_batch: Any) -> Iterator[None]:
+        """Count while SGLang runs ``forward_batch``; what it captures or tries out counts 0."""
+        self.number = self._of(forward_batch)
+        try:
+            yield
+        finally:
+            self.number = 0
+
+    def _of(self, forward_batch: Any) -> int:
+        if get_parallel().attn_dp_size > 1:
+            return self._gathered if forward_batch.is_extend_in_batch else 0
+        return own_prefill_tokens(forward_batch)
+
+
+def own_prefill_tokens(forward_batch: Any) -> int:
+    """Return this rank's tokens; with attention data parallelism others may have more."""
+    if forward_batch.forward_mode in _PREFILL:
+        return int(forward_batch.extend_num_tokens or 0)
+    return 0
+
+
+class Flow(CommonFlow):
+    """What the stages of a model's layers have in common."""
+
+    def __init__(self, tokens: PrefillTokens, *, has_zero_experts: bool = False) -> None:
+        """With ``has_zero_experts`` chosen ones that compute nothing come as expert 0, weight 0."""
+        super().__init__()
+        self.tokens, self.has_zero_experts = tokens, has_zero_experts
+        self.not_routed: set[int] = set()  # layers that no prefill has passed
+
+
+def balance_dispatch(dispatcher: BaseDispatcher, layer: int, flow: Flow) -> None:
+    """Balance what ``dispatcher`` dispatches; ``layer`` counts MoE layers in the order they run."""
+    stage = _Stage(layer, flow)
+    dispatcher.register_pre_dispatch_hook(stage.route)
+    dispatcher.register_post_dispatch_hook(stage.receive)
+    dispatcher.register_pre_combine_hook(stage.stop_clock)
+    dispatcher.register_post_combine_hook(stage.computed)
+    flow.not_routed.add(layer)
+
+
+class _Stage:
+    """The hooks of one layer's dispatcher; what they return, if not None, replaces what goes on."""
+
+    def __init__(self, layer: int, flow: Flow) -> None:
+        self._layer, self._flow = layer, flow
+        self._clock: ExpertClock | None = None
+
+    def route(
+        self, _: BaseDispatcher, hidden_states: torch.Tensor, topk_output: Any
+    ) -> tuple[torch.Tensor, Any] | None:
+        """Give physical ids to everything behind routing.
+
+        SGLang's recorder has counted the router's own choice by then. CUDA graphs are captured once
+        for all batches that replay them, so they take the identity.
+        """
+        flow = self._flow
+        if flow.balancer is None:
+            return None
+        assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
+        flow.not_routed.discard(self._layer)
+        ids, weights, tokens = topk_output.topk_ids, topk_output.topk_weights, flow.tokens.number
+        if tokens and flow.has_zero_experts:
+            ids = ids.masked_fill(weights == 0, -1)
+        tokens = 0 if is_capturing(ids.device) else tokens
+        physical = flow.balancer.route(self._layer, ids, tokens)
+        return hidden_states, topk_output._replace(topk_ids=physical.to(ids.dtype))
+
+    def receive(self, _: BaseDispatcher, __: Any) -> None:
+        if self._flow.balancer is not None:
+            self._clock = self._flow.balancer.receive()
+
+    def stop_clock(self, _: BaseDispatcher, __: Any) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+            self._clock = None
+
+    def computed(self, _: BaseDispatcher, __: torch.Tensor) -> None:
+        if self._flow.balancer is not None:
+            self._flow.balancer.computed()

@@ -1,0 +1,182 @@
+"""Balancing as a stage of vLLM's own dispatch.
+
+vLLM's kernel of a layer has a stage around its experts (``FusedMoEPrepareAndFinalizeModular``):
+``prepare`` dispatches tokens, ``finalize`` combines what experts gave. ``BalancedStage`` wraps the
+stage that a kernel has, whichever that is, and calls the balancer three times, in the order of the
+flow: ``route`` before dispatch, ``receive`` between dispatch and experts, ``computed`` behind
+combine. So no kernel computes with copies that have not arrived. Verified with 0.32 and 0.33.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.forward_context import get_forward_context
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+
+from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.speeds import ExpertClock
+from ultraep_serve.engines.common.group import Flow as CommonFlow
+from ultraep_serve.types import TokenView
+
+__all__ = ["BalancedStage", "Flow"]
+
+Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | None]
+
+
+class Flow(CommonFlow):
+    """What the stages of a model's layers have in common."""
+
+    def __init__(self, view: TokenView, *, has_zero_experts: bool = False) -> None:
+        """With ``has_zero_experts`` chosen ones that compute nothing come as expert 0, weight 0."""
+        super().__init__()
+        self._view, self._has_zero_experts = view, has_zero_experts
+
+    def route(self, layer: int, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Physical ids for logical ``ids`` (T, K) with ``weights`` (T, K), of the same type."""
+        if self.balancer is None:
+            return ids
+        nothing = weights == 0 if self._has_zero_experts else None
+        logical = ids if nothing is None else ids.masked_fill(nothing, -1)
+        tokens = self._batch_tokens(ids)
+        physical = self.balancer.route(layer, logical, tokens, dbo_current_ubatch_id())
+        if nothing is not None:
+            physical = physical.masked_fill(nothing, 0)  # as vLLM has it: expert 0's master
+        return physical.to(ids.dtype)
+
+    def receive(self) -> ExpertClock | None:
+        return None if self.balancer is None else self.balancer.receive(dbo_current_ubatch_id())
+
+    def computed(self) -> None:
+        if self.balancer is not None:
+            self.balancer.computed(dbo_current_ubatch_id())
+
+    def _batch_tokens(self, ids: torch.Tensor) -> int:
+        """Tokens of this (micro-)batch over all ranks, padding included, the same on every rank.
+
+        CUDA graphs are captured for the sizes of decode, once for all batches that replay them, so
+        they count as empty. Ranks replay together: vLLM has them agree on it for every batch.
+        """
+        if is_capturing(ids.device):
+            return 0
+        if self._view is TokenView.SHARED:
+            return ids.shape[0]
+        metadata = get_forward_context().dp_metadata
+        return int(metadata.num_tokens_across_dp_cpu.sum()) if metadata else 0
+
+
+class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
+    """The stage of a kernel, with balancing; what it is asked otherwise the wrapped one answers."""
+
+    def __init__(
+        self, wrapped: mk.FusedMoEPrepareAndFinalizeModular, layer: int, flow: Flow
+    ) -> None:
+        """``layer`` counts the model's MoE layers in the order they run."""
+        self.wrapped = wrapped
+        self._layer, self._flow = layer, flow
+        self._clocks: dict[int, ExpertClock | None] = {}  # of experts, by micro-batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["wrapped"], name)
+
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> Prepared:
+        """Route, dispatch, and have the copies arrive."""
+        ids = self._flow.route(self._layer, topk_weights, topk_ids)
+        prepared = self.wrapped.prepare(a1, topk_weights, ids, *rest, **named)
+        return self._received(prepared, topk_weights, ids)
+
+    def prepare_async(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Do as ``prepare``, of which what follows dispatch is done by the receiver."""
+        ids = self._flow.route(self._layer, topk_weights, topk_ids)
+        dispatched = self.wrapped.prepare_async(a1, topk_weights, ids, *rest, **named)
+        return _then(dispatched, lambda result: self._received(result, topk_weights, ids))
+
+    def _received(self, prepared: Prepared, weights: torch.Tensor, ids: torch.Tensor) -> Prepared:
+        """What the kernel gets: physical ``ids`` also where the wrapped stage leaves them to it.
+
+        A kernel that gets none takes those that its caller has, which are logical.
+        """
+        self._clocks[dbo_current_ubatch_id()] = self._flow.receive()
+        *experts_input, sent_ids, sent_weights = prepared
+        return (
+            *experts_input,
+            ids if sent_ids is None else sent_ids,
+            weights if sent_weights is None else sent_weights,
+        )
+
+    def finalize(self, *args: Any, **named: Any) -> None:
+        """Combine."""
+        self._stop_clock()
+        self.wrapped.finalize(*args, **named)
+        self._flow.computed()
+
+    def finalize_async(self, *args: Any, **named: Any) -> Any:
+        """Do as ``finalize``, of which the receiver does the end."""
+        self._stop_clock()
+        combined = self.wrapped.finalize_async(*args, **named)
+        return _then(combined, lambda _: self._flow.computed())
+
+    def _stop_clock(self) -> None:
+        clock = self._clocks.pop(dbo_current_ubatch_id(), None)
+        if clock is not None:
+            clock.stop()
+
+    def supports_deferred_moe_finalize(self) -> bool:
+        """Say no: nobody would say then that the layer has been computed."""
+        return False
+
+    @property
+    def activation_format(self) -> Any:
+        return self.wrapped.activation_format
+
+    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
+        self.wrapped.post_init_setup(fused_experts)
+
+    def allocate_fused_expert_output(self, *args: Any, **named: Any) -> Any:
+        return self.wrapped.allocate_fused_expert_output(*args, **named)
+
+    def topk_indices_dtype(self) -> Any:
+        return self.wrapped.topk_indices_dtype()
+
+    def max_num_tokens_per_rank(self) -> Any:
+        return self.wrapped.max_num_tokens_per_rank()
+
+    def num_dispatchers(self) -> Any:
+        return self.wrapped.num_dispatchers()
+
+    def output_is_reduced(self) -> Any:
+        return self.wrapped.output_is_reduced()
+
+    def supports_async(self) -> Any:
+        return self.wrapped.supports_async()
+
+    def supports_dbo(self) -> Any:  # since 0.33
+        return self.wrapped.supports_dbo()
+
+
+def _then(pending: Any, finish: Callable[[Any], Any]) -> Any:
+    """What an asynchronous half of a stage returned, with ``finish`` behind its receiver.
+
+    It is a receiver, or a hook and a receiver.
+    """
+    hook, receiver = pending if isinstance(pending, tuple) else (None, pending)
+
+    def receive() -> Any:
+        return finish(receiver())
+
+    return receive if hook is None else (hook, receive)
