@@ -249,6 +249,7 @@ def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")  # put back in any case
     flags = ["-tp", "2", "-dp=4", "-dpl", "2", "-dpn", "1", "--nnodes", "2", "--headless", "-ep"]
     flags += ["--enable-dbo", "--ubatch-size", "2", "--kv_cache_memory_bytes=99", "--port", "81"]
+    flags += ["--gpu-memory-utilization", "0.5"]
     monkeypatch.setattr("sys.argv", ["launch", "--model", "m", *flags])
     launch.main()
     (theirs,) = started
@@ -256,4 +257,5 @@ def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(
     ours = vars(launch.parse_engine_flags(flags))
     assert theirs.model == "m"
     ours |= {"host": None, "kv_cache_memory_bytes": int(ours["kv_cache_memory_bytes"])}
+    ours["gpu_memory_utilization"] = float(ours["gpu_memory_utilization"])
     assert ours == {name: getattr(theirs, name) for name in ours}

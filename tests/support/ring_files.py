@@ -79,6 +79,9 @@ class KeepsNothing:
     def write_kept(self) -> None:
         """As ``Recorder.write_kept``."""
 
+    def fail(self, reason: str) -> None:
+        """As ``Recorder.fail``."""
+
 
 def put(path: Path, content: bytes) -> None:
     """Another file under the name of a ring."""
