@@ -53,6 +53,9 @@ def _read_speeds(given: object) -> object:
     return given
 
 
+_Word = BeforeValidator(lambda given: "off" if given is False else given)  # as YAML reads off
+
+
 class SidecarSettings(Settings):
     """The sidecar's own settings; the launcher's flags for them begin with ``--sidecar-``."""
 
@@ -79,7 +82,7 @@ class SidecarSettings(Settings):
 class BalanceConfig(Settings):
     """Everything a rank needs to know; the same on every rank."""
 
-    policy: Annotated[Policy, Field(strict=False)] = Field(
+    policy: Annotated[Policy, _Word] = Field(
         default=Policy.QUOTA,
         description="what to do with prefill batches: quota balances; ideal forces balance with "
         "wrong answers, for measuring; off serves without balancing and reserves nothing",
@@ -101,7 +104,7 @@ class BalanceConfig(Settings):
         description="how fast ranks are, by which work is shared out: equal; auto, which measures "
         "it while serving; or one number per rank, as 1.0,0.6",
     )
-    on_unsupported: Literal["error", "off"] = Field(
+    on_unsupported: Annotated[Literal["error", "off"], _Word] = Field(
         default="error",
         description="what cannot be balanced: refuse to start, or serve without balancing",
     )
@@ -110,7 +113,7 @@ class BalanceConfig(Settings):
         description="an engine's release after all verified ones: refuse it, or try it and let the "
         "self-check decide",
     )
-    self_check: Literal["off", "quick", "full"] = Field(
+    self_check: Annotated[Literal["off", "quick", "full"], _Word] = Field(
         default="quick",
         description="what is computed before the server is ready, to prove that its answers are "
         "right: nothing; kernels, copies, and the first and last MoE layer of each kind; or all "
@@ -212,8 +215,6 @@ class BalanceConfig(Settings):
         if not isinstance(given, Mapping):
             raise ConfigError(f"{name} must be a JSON object of settings, not {given!r}")
         config = cls(**given)
-        if environment is not None:  # where there is a launcher, its directory holds
-            config = config.replace(run_dir=environment.run_dir)
         if environment is not None and environment != config:
             raise ConfigError(
                 f"{name} and the variable {CONFIG_VARIABLE} say different things about "

@@ -16,7 +16,7 @@ from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
 from ultraep_serve.system.machine import is_here
-from ultraep_serve.system.settings import Settings, Url
+from ultraep_serve.system.settings import Settings
 from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -41,13 +41,15 @@ JsonFile = Annotated[  # what ``show`` gets
 class ServerFlags(Settings):
     """The addresses of a running server and its sidecar, and what ``control_token`` reads."""
 
-    url: Url = Field(
+    url: str = Field(
         default="http://127.0.0.1:8000",
         description="address of the engine's server",
+        json_schema_extra={"metavar": "URL"},
     )
-    sidecar: Url = Field(
+    sidecar: str = Field(
         default=f"http://127.0.0.1:{SidecarSettings().port_beside()}",
         description="address of its sidecar",
+        json_schema_extra={"metavar": "URL"},
     )
     token: str | None = Field(
         default=None,

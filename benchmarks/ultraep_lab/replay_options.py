@@ -5,7 +5,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 
 from ultraep_lab.comparators.eplb_slots import HISTORY_BATCHES
-from ultraep_serve.system.settings import Settings, words_of
+from ultraep_lab.words import words_of
+from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import parse_speeds
 
 __all__ = ["ReplayOptions"]

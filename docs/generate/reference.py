@@ -12,11 +12,11 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 from unittest.mock import patch
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
-from ultraep_serve.system.settings import flag_of, range_of
+from ultraep_serve.system.settings import choices_of, flag_of, range_of
 from ultraep_serve.system.versions import PACKAGES
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -99,13 +99,7 @@ def _shown(default: object) -> str:
 
 def _range_of(field: Any) -> str:
     """The choices, or the limits of a number."""
-    if field.annotation is Policy:
-        return ", ".join(_code(policy.value) for policy in Policy)
-    annotations = (field.annotation, *get_args(field.annotation))  # one of a union: optional
-    for annotation in annotations:
-        if get_origin(annotation) is Literal:
-            return ", ".join(map(_code, get_args(annotation)))
-    return range_of(field)
+    return ", ".join(map(_code, choices_of(field))) or range_of(field)
 
 
 def _policies() -> str:

@@ -35,7 +35,7 @@ def test_workers_are_joined_before_anybody_can_have_asked(registered: list[str])
     ("setting", "reason"),
     [
         ('{"slotz": 1}', "unknown setting 'slotz'"),
-        ('{"slots": "2"}', "slots = '2' must be a whole number"),
+        ('{"slots": "two"}', "slots = 'two' must be a whole number"),
         ('{"policy": "quotta"}', "policy = 'quotta' must be"),
         ("1", "must be a JSON object of settings"),
     ],

@@ -152,7 +152,7 @@ class TestServer:
     ("setting", "flags", "reason"),
     [
         ({}, [], "there is nothing to balance on one rank; add --enable-expert-parallel"),
-        ({"slots": "2"}, [], "slots = '2' must be a whole number"),
+        ({"slots": "two"}, [], "slots = 'two' must be a whole number"),
     ],
 )
 def test_vllm_refuses_and_says_the_reason_last(

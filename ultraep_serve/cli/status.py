@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from ultraep_serve.errors import understood
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
-from ultraep_serve.system.settings import Directory, Settings, Url
+from ultraep_serve.system.settings import Settings
 
 __all__ = ["add_arguments", "run", "status_view"]
 
@@ -33,13 +34,15 @@ class StatusFlags(Settings):
         le=65535,
         description="the server that ultraep-serve started on this port",
     )
-    run_dir: Directory | None = Field(
+    run_dir: Path | None = Field(
         default=None,
         description="the server with this run directory",
+        json_schema_extra={"metavar": "DIR"},
     )
-    url: Url | None = Field(
+    url: str | None = Field(
         default=None,
         description="the server whose sidecar is at this address",
+        json_schema_extra={"metavar": "URL"},
     )
     as_json: bool = Field(
         default=False,

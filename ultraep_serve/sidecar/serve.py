@@ -35,7 +35,7 @@ _LEAVE_SECONDS = 600.0  # for other ranks to be gone after the parent
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``run``."""
     run_dir = "the server's run directory (default: that of the only server on this machine)"
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
+    parser.add_argument("--run-dir", metavar="DIR", help=run_dir)
     parent = "end with this process, and remove what it left"
     parser.add_argument("--parent", type=int, metavar="PID", help=parent)
     add_file_flag(parser)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises ConfigError when the address cannot be used, NoServerError without a server.
     """
-    run_dir = arguments.run_dir or find_run()
+    run_dir = Path(arguments.run_dir) if arguments.run_dir else find_run()
     _, settings = given_settings(arguments, "")
     _limit_heaps()
     set_up_logging()

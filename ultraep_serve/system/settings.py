@@ -6,87 +6,42 @@ A field's name is its flag's, with underscores, unless ``validation_alias`` says
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_text
 
-__all__ = [
-    "Directory",
-    "Each",
-    "Listed",
-    "Names",
-    "Seconds",
-    "Settings",
-    "Shown",
-    "Url",
-    "flag_of",
-    "range_of",
-    "read_settings",
-    "words_of",
-]
+__all__ = ["Settings", "choices_of", "flag_of", "range_of", "read_settings"]
 
 Self = TypeVar("Self", bound="Settings")
-_OF_FLAGS = ConfigDict(allow_inf_nan=False)  # not strict: they are text
+_NO_FLAG = {"flag": False}
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
 _SHOWN = 80  # characters of a wrong value, at most
 _LIMITS = ("ge", "gt", "le")
-
-
-def words_of(given: object) -> object:
-    """Texts, as one flag or several give them, as the words that commas separate in them.
-
-    Whatever else is given stays as it is.
-    """
-    if isinstance(given, list) and all(isinstance(text, str) for text in given):
-        given = ",".join(given)
-    if not isinstance(given, str):
-        return given
-    return tuple(word.strip() for word in given.split(",") if word.strip())
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How help shows a flag's value, in the annotation of a field."""
-
-    metavar: str
-
-
-Directory = Annotated[Path, Shown("DIR")]
-Url = Annotated[str, Shown("URL")]
-Listed = BeforeValidator(words_of)  # of a tuple, which a flag gives as N,N,...
-Each = AfterValidator(lambda given: tuple(dict.fromkeys(given)))  # counted once
-Names = Annotated[tuple[Annotated[str, Shown("NAME")], ...], Listed, Each]
-Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Shown("SECONDS")]
 
 
 class Settings(BaseModel):
     """Settings whose errors are ConfigErrors that name the setting, the value and the range."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
+        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True
     )
 
-    def __init__(self, /, **values: Any) -> None:
-        """Raises ConfigError for unknown settings and bad values."""
+    def __init__(self, flags: Mapping[str, str] | None = None, /, **values: Any) -> None:
+        """``flags``, by name, by which ``values`` were given; errors name them.
+
+        Raises ConfigError for unknown settings and bad values.
+        """
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explained(error, type(self))) from None
+            raise ConfigError(_explained(error, type(self), flags or {})) from None
         except UnicodeError as error:  # half of a character, which JSON can hold
             raise ConfigError(f"a setting is not text: {error}") from None
 
@@ -97,14 +52,13 @@ class Settings(BaseModel):
         A flag that is not given is None, so that the schema's own default holds.
         """
         for name, field in cls.model_fields.items():
-            extra: dict[str, Any] = dict(field.json_schema_extra or {})  # type: ignore[arg-type]
-            if not _has_flag(field):
+            if field.json_schema_extra == _NO_FLAG:
                 continue
+            extra: dict[str, Any] = dict(field.json_schema_extra or {})  # type: ignore[arg-type]
             if field.annotation is bool:
                 extra = {"action": "store_true", "default": None, **extra}
             else:
-                required = field.is_required()
-                extra = {"metavar": _metavar(field), "required": required, **extra}
+                extra = {"metavar": _metavar(field), "required": field.is_required(), **extra}
             names = (flag_of(cls, name, prefix), *extra.pop("also", ()))
             group.add_argument(*names, dest=_dest(name, prefix), help=_help(field), **extra)
 
@@ -119,19 +73,10 @@ class Settings(BaseModel):
 
         Raises ConfigError for bad values, which names the flag.
         """
-        values = dict(beneath or {})
-        for name, field in cls.model_fields.items():
-            given = getattr(arguments, _dest(name, prefix), None)
-            if given is None or not _has_flag(field):
-                continue
-            try:
-                adapter: Any = TypeAdapter(field.rebuild_annotation(), config=_OF_FLAGS)
-                values[name] = adapter.validate_python(given)
-            except ValidationError as error:
-                flag = flag_of(cls, name, prefix)
-                found = error.errors(include_url=False)[0]
-                raise ConfigError(_sentence(found, flag, field, _as_typed)) from None
-        return cls(**values)
+        found = {name: getattr(arguments, _dest(name, prefix), None) for name in cls.model_fields}
+        given = {name: value for name, value in found.items() if value is not None}
+        flags = {name: flag_of(cls, name, prefix) for name in given}
+        return cls(flags, **{**(beneath or {}), **given})
 
     def replace(self: Self, **changes: Any) -> Self:
         """The same settings with ``changes``. Raises ConfigError."""
@@ -143,29 +88,18 @@ class Settings(BaseModel):
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Settings by name out of a JSON or YAML file. Raises ConfigError.
-
-    ``off`` and ``on`` are words, as in YAML 1.2: one of them is a policy.
-    """
+    """Settings by name out of a JSON or YAML file. Raises ConfigError."""
     text = read_text(path, "the file of settings")
     if path.suffix == ".json":
         return parse_object(text, str(path))
     try:
         import yaml  # engines bring it; nothing else here needs it
+
+        values = yaml.safe_load(text)
     except ModuleNotFoundError:
         raise ConfigError(f"{path} is not .json, and YAML needs `pip install pyyaml`") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-            first: [rule for rule in rules if first in "tTfF" or not rule[0].endswith(":bool")]
-            for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-    try:
-        values = yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML: {reason}") from None
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"{path} must hold settings by name, as slots: 2")
     return values
@@ -177,36 +111,42 @@ def flag_of(settings: type[Settings], name: str, prefix: str = "") -> str:
     return f"--{prefix}{alias or name}".replace("_", "-")
 
 
-def _has_flag(field: FieldInfo) -> bool:
-    return field.json_schema_extra != {"flag": False}
-
-
 def _dest(name: str, prefix: str) -> str:
     return f"{prefix}{name}".replace("-", "_")
 
 
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that are valid; empty where others are too, and for lists of them."""
+    if get_origin(field.annotation) is tuple:
+        return ()
+    for annotation in (field.annotation, *get_args(field.annotation)):  # one of a union: optional
+        if get_origin(annotation) is Literal:
+            return get_args(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, Enum):
+            return tuple(each.value for each in annotation)
+    return ()
+
+
 def range_of(field: FieldInfo) -> str:
-    """The numbers that are valid, of a tuple each; empty where there are no limits."""
+    """The numbers that are valid; empty where there are no limits."""
     limits = {
         name: f"{limit:g}" if isinstance(limit, float) and limit < 1e5 else str(int(limit))
-        for rule in (*field.metadata, *_rules(field.annotation))
+        for rule in field.metadata
         for name in _LIMITS
         if (limit := getattr(rule, name, None)) is not None
     }
     if "gt" in limits:
-        most = f", at most {limits['le']}" if "le" in limits else ""
-        return f"more than {limits['gt']}{most}"
+        return f"more than {limits['gt']}" + (f", at most {limits['le']}" if "le" in limits else "")
     if "ge" in limits:
         return f"{limits['ge']} to {limits['le']}" if "le" in limits else f"{limits['ge']} or more"
     return ""
 
 
-def _rules(annotation: Any) -> Iterator[Any]:
-    """What the fields in ``annotation`` say, those of a tuple's numbers too."""
-    for rule in getattr(annotation, "__metadata__", ()):
-        yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
-    for part in get_args(annotation):
-        yield from _rules(part)
+def _metavar(field: FieldInfo) -> str:
+    if choices := choices_of(field):
+        return f"{{{','.join(choices)}}}"
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((_METAVARS[kind] for kind in kinds if kind in _METAVARS), "TEXT")
 
 
 def _help(field: FieldInfo) -> str:
@@ -222,43 +162,22 @@ def _default(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _metavar(field: FieldInfo) -> str:
-    shown = (rule for rule in field.metadata if isinstance(rule, Shown))
-    return next(shown, Shown(_metavar_of(field.annotation))).metavar
-
-
-def _metavar_of(annotation: Any) -> str:
-    """By the type, unless the annotation says otherwise."""
-    for rule in getattr(annotation, "__metadata__", ()):
-        if isinstance(rule, Shown):
-            return rule.metavar
-    parts = [part for part in get_args(annotation) if part not in (type(None), ...)]
-    if get_origin(annotation) is Literal:
-        return f"{{{','.join(parts)}}}"
-    if get_origin(annotation) is tuple:
-        return f"{_metavar_of(parts[0])},..."
-    if get_origin(annotation) is not None:  # Annotated, or one that may be None
-        return _metavar_of(parts[0])
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return f"{{{','.join(each.value for each in annotation)}}}"
-    return {int: "N", float: "X", Path: "FILE"}.get(annotation, "TEXT")
-
-
-def _explained(error: ValidationError, settings: type[BaseModel]) -> str:
+def _explained(error: ValidationError, settings: type[BaseModel], flags: Mapping[str, str]) -> str:
     """What is wrong, one sentence for every setting that is."""
     sentences = []
     for found in error.errors(include_url=False):
         first = str(found["loc"][0]) if found["loc"] else ""
-        name = ".".join(str(part) for part in found["loc"] if isinstance(part, str))
+        name = flags.get(first) or ".".join(part for part in found["loc"] if isinstance(part, str))
         if found["type"] == "extra_forbidden":
             known = ", ".join(settings.model_fields)
             sentences.append(f"unknown setting {name!r}; choose from {known}")
         else:
-            sentences.append(_sentence(found, name, settings.model_fields.get(first), repr))
+            field = settings.model_fields.get(first)
+            sentences.append(_sentence(found, name, field, is_typed=first in flags))
     return "; ".join(sentences)
 
 
-def _sentence(found: Any, name: str, field: FieldInfo | None, show: Callable[[Any], str]) -> str:
+def _sentence(found: Any, name: str, field: FieldInfo | None, *, is_typed: bool) -> str:
     """One error of pydantic's, about the setting or flag ``name``."""
     kind, valid = str(found["type"]), range_of(field) if field else ""
     if kind == "value_error":
@@ -276,10 +195,6 @@ def _sentence(found: Any, name: str, field: FieldInfo | None, show: Callable[[An
         rule = f"must be {valid}"
     else:
         rule = found["msg"].replace("Input should be", "must be", 1)
-    shown = show(found["input"])
+    text = str(found["input"])
+    shown = text if is_typed and text and text.isprintable() else repr(found["input"])
     return f"{name} = {shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]}...'} {rule}"
-
-
-def _as_typed(value: Any) -> str:
-    text = str(value)
-    return text if text and text.isprintable() else repr(text)

@@ -19,7 +19,8 @@ from pydantic import AfterValidator, Field
 from ultraep_lab.bench.engine import FirstToken, Server
 from ultraep_lab.bench.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
 from ultraep_lab.bench.sidecar import Sidecar
-from ultraep_serve.system.settings import Each, Listed, Settings, Shown
+from ultraep_lab.words import Each, Listed
+from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -40,7 +41,7 @@ Variant = TypeVar("Variant")
 OnStep = Callable[[str, float], None]  # before every request: what it is, and the share done
 PromptTokens = Annotated[
     tuple[Annotated[int, Field(ge=MIN_PROMPT_TOKENS)], ...],
-    Field(min_length=1, description="prompt lengths"),
+    Field(min_length=1, description="prompt lengths", json_schema_extra={"metavar": "N,..."}),
     Listed,
     Each,
 ]
@@ -53,10 +54,11 @@ def _different(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
 
 
 Policies = Annotated[
-    tuple[Annotated[Policy, Shown("NAME")], ...],
+    tuple[Policy, ...],
     Field(
         min_length=1,
         description="policies to compare; ideal needs a server started with --allow-ideal",
+        json_schema_extra={"metavar": "NAME,..."},
     ),
     Listed,
     AfterValidator(_different),

@@ -17,9 +17,9 @@ from ultraep_lab.bench.prompts import CommonWords, FileText, PromptSource
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.text import DOMAINS, domain_words, sample_text
 from ultraep_lab.progress import Progress
+from ultraep_lab.words import Seconds
 from ultraep_serve.errors import ConfigError, understood
 from ultraep_serve.system.files import read_object
-from ultraep_serve.system.settings import Seconds
 
 __all__ = ["add_arguments", "run"]
 

@@ -24,8 +24,9 @@ from ultraep_lab.demo.report import demo_report, demo_view
 from ultraep_lab.demo.spec import ModelSpec
 from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_lab.progress import Progress
+from ultraep_lab.words import Seconds
 from ultraep_serve.system.files import write_json
-from ultraep_serve.system.settings import Directory, Seconds, Settings
+from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
 
 __all__ = ["add_arguments", "affordable", "run"]
@@ -44,9 +45,10 @@ _MODEL_SECONDS, _START_SECONDS, _CHECK_SECONDS = 20.0, 60.0, 40.0
 class DemoFlags(Settings):
     """What to measure, and where results go."""
 
-    results: Directory = Field(
+    results: Path = Field(
         default=Path("results"),
         description="directory for all files",
+        json_schema_extra={"metavar": "DIR"},
     )
     prompt_tokens: PromptTokens = (2048, 4096, 8192)
     repeats: int = Field(default=5, ge=1, description="rounds per length")

@@ -13,8 +13,9 @@ from ultraep_lab.arguments import counted, prepare_outputs
 from ultraep_lab.recorded_loads import LoadRecording
 from ultraep_lab.store import save_trace
 from ultraep_lab.trace import DECODE, LoadTrace, Trace
+from ultraep_lab.words import Seconds
 from ultraep_serve.errors import RingError
-from ultraep_serve.system.settings import Directory, Seconds, Settings
+from ultraep_serve.system.settings import Settings
 from ultraep_serve.telemetry.run_directory import find_run
 
 __all__ = ["add_arguments", "run"]
@@ -36,8 +37,10 @@ class RecordFlags(Settings):
         le=65535,
         description="the server that ultraep-serve started on this port",
     )
-    run_dir: Directory | None = Field(
-        default=None, description="the server with this run directory"
+    run_dir: Path | None = Field(
+        default=None,
+        description="the server with this run directory",
+        json_schema_extra={"metavar": "DIR"},
     )
     from_vllm: Files = Field(
         default=(),
@@ -53,7 +56,9 @@ class RecordFlags(Settings):
     )
     out: Path = Field(description="write the trace to FILE (.npz)")
     batches: int | None = Field(default=None, ge=1, description="end after N prefill batches")
-    seconds: Seconds | None = Field(default=None, description="end after X seconds")
+    seconds: Seconds | None = Field(
+        default=None, description="end after X seconds", json_schema_extra={"metavar": "SECONDS"}
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "RecordFlags":

@@ -32,9 +32,10 @@ from ultraep_lab.store import load_trace
 from ultraep_lab.tables import figures_table
 from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace, in_order, of_phase
 from ultraep_lab.verdict import Verdict, chosen, judge, words
+from ultraep_lab.words import Each, Listed
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import PlanError
-from ultraep_serve.system.settings import Directory, Names, Settings, Shown
+from ultraep_serve.system.settings import Settings
 
 __all__ = ["add_arguments", "run"]
 
@@ -44,11 +45,11 @@ SUMMARIES = "; ".join(f"{policy.name}: {policy.summary}" for policy in POLICIES.
 class ReplayFlags(Settings):
     """What `replay` takes beside ``ReplayOptions``."""
 
-    policies: Names = Field(
+    policies: Annotated[tuple[str, ...], Listed, Each] = Field(
         min_length=1,
         description="policies to compare; may be repeated. FILE.py:NAME is a function of your own, "
         f"quota-every-N is quota planned in every Nth batch only. {SUMMARIES}",
-        json_schema_extra={"action": "append", "also": ["--policy"]},
+        json_schema_extra={"metavar": "NAME,...", "action": "append", "also": ["--policy"]},
     )
     phase: Literal["prefill", "decode", "all"] = Field(
         default="prefill", description="what to replay, where the trace has phases"
@@ -60,8 +61,10 @@ class ReplayFlags(Settings):
         description="experts of the model, if the trace does not say",
     )
     json_file: JsonFile = None
-    plots: Directory | None = Field(
-        default=None, description="draw replay.png into DIR: imbalance by batch and by layer"
+    plots: Path | None = Field(
+        default=None,
+        description="draw replay.png into DIR: imbalance by batch and by layer",
+        json_schema_extra={"metavar": "DIR"},
     )
 
 
@@ -78,9 +81,10 @@ class MachineFlags(Settings):
         description="the same by the data sheet of GPUs; domains have as many ranks as NVLink "
         "joins, unless --domain-size says otherwise",
     )
-    model: Annotated[str | None, Shown("MODEL")] = Field(
+    model: str | None = Field(
         default=None,
         validation_alias="model_config",
+        json_schema_extra={"metavar": "MODEL"},
         description="of which model, with --hardware: a Hugging Face config.json or its directory, "
         f"or one of {', '.join(MODELS)}",
     )
