@@ -221,7 +221,7 @@ def test_policy_is_restored_after_signals(fake: FakeDeployment, number: signal.S
         (("--policies", ""), "--policies"),
         (("--prompt-tokens", "9999"), "does not fit the server's context of 4096"),
         (("--prompt-tokens", "many"), "must be a whole number"),
-        (("--prompt-tokens", "2"), "32 or more"),
+        (("--prompt-tokens", "2"), "greater than or equal to 32"),
         (("--repeats", "0"), "must be 1 or more"),
         (("--url", "localhost:8000"), "must be http://HOST:PORT"),
         (("--text-file", "/nowhere/text"), "cannot be read"),

@@ -214,7 +214,7 @@ def test_what_cannot_be_recorded_leaves_no_file(
         (("--out", "trace.txt"), "must end in .npz"),
         (("--out", "/dev/null/trace.npz"), "cannot be written"),
         (("--out", "trace.npz", "--batches", "0"), "1 or more"),
-        (("--out", "trace.npz", "--seconds", "nan"), "more than 0"),
+        (("--out", "trace.npz", "--seconds", "nan"), "must be a number"),
         (("--out", "trace.npz", "--port", "8000", "--from-vllm", "a.json"), "exclude each other"),
         (("--out", "trace.npz", "--run-dir", "/dev/shm/none"), "not the run directory of a server"),
     ],
