@@ -44,7 +44,7 @@ test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py \
 		tests/lab/test_engine_recordings.py
 
-# Every model family on both engines (an hour or more); brings the pages of families up to date.
+# Every model family on both engines (an hour or more); brings the page of families up to date.
 test-families: setup setup-sglang
 	$(VENV)/bin/python benchmarks/families.py
 	$(VENV)-sglang/bin/python benchmarks/families.py
@@ -79,12 +79,10 @@ check-fuzz: setup
 # Every fault in every stage of a run: a quarter of an hour, for the night.
 check-faults: setup
 	$(VENV)/bin/python -m tests.faults.check --json benchmarks/results/faults.json
-	$(VENV)/bin/python -m docs.generate.faults
 
 # Real servers in containers made of namespaces; needs root: a quarter of an hour.
 check-containers: setup
 	$(VENV)/bin/python -m tests.containers.check --json benchmarks/results/containers.json
-	$(VENV)/bin/python -m docs.generate.faults
 
 # Every image of deploy/docker, and those for CPU run; needs root, Debian and 15 GB: for the night.
 images:

@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_lab.comparators import policy_function
-from ultraep_lab.pictures import picture
 from ultraep_lab.workloads import drawn_loads
 from ultraep_serve.costs.model import transfer_of
 from ultraep_serve.costs.relays import chosen_parents
@@ -51,7 +50,7 @@ def main() -> None:
     if args.loads is None:
         drawn_layer = json.loads(args.json.read_text())["picture"]
         panels = [partial(paint, layer=drawn_layer, after=after) for after in (False, True)]
-        IMAGE.write_bytes(picture(*panels, file_type="svg", size=(9.0, 3.0), columns=2))
+        IMAGE.write_bytes(harness.picture(*panels, size=(9.0, 3.0)))
         return
     document = parse_object(read_text(args.loads, "loads"), "loads")
     rows = []

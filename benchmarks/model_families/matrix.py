@@ -56,27 +56,11 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
         return {**row, "verdict": verdict, "reason": found.removeprefix(_REFUSAL)}
     answers = _answers(found.pop("answers"))
     row |= {**found, "transformers": _apart_from_transformers(answers, model, family)}
-    if (row["transformers"] or 0.0) > WRONG:
-        row["alone"] = _apart_from_engine_alone(engine, name, model, answers)
     problems = _problems(family.counts.layers, dtype, found)
     if problems and (wrong := _wrong_without_us(engine, name, model)):
         return {**row, "verdict": "unserved", "reason": wrong}
     verdict = "failed" if problems else "balanced"
     return {**row, "verdict": verdict, "reason": "; ".join(problems)}
-
-
-def _apart_from_engine_alone(
-    engine: str, name: str, model: Path, answers: list[Answer]
-) -> dict[str, float]:
-    """Largest difference to its log-probabilities on one rank and on two; and of these to those."""
-    alone = [_run(engine, name, model, stock=ranks) for ranks in (1, 2)]
-    one, two = (None if isinstance(found, str) else _answers(found["answers"]) for found in alone)
-    pairs = {"one_rank": (answers, one), "two_ranks": (answers, two), "between": (one, two)}
-    return {
-        key: difference(first, second)["logprobs"]
-        for key, (first, second) in pairs.items()
-        if first is not None and second is not None
-    }
 
 
 def _wrong_without_us(engine: str, name: str, model: Path) -> str:

@@ -42,7 +42,6 @@ class Family:
     counts: Counts
     names: tuple[str, ...] = ("num_experts", "num_experts_per_tok")  # of the first two counts
     config: Mapping[str, Any] = field(default_factory=dict)  # beside ``COMMON`` and counts
-    special: str = ""  # what sets it apart
     dtype: str = "float32"  # what it is stored and served in: bfloat16 where engines demand it
     sglang_dtype: str = ""  # what SGLang alone demands
     published: Mapping[str, Any] = field(default_factory=dict)  # config.json where it differs
@@ -160,7 +159,6 @@ FAMILIES: Mapping[str, Family] = {
         "qwen2_moe",
         Counts(8, 2, 3),
         config={**_INNER, "shared_expert_intermediate_size": 64},
-        special="gated shared expert",
         sglang_flags={"model_impl": "transformers"},  # its own model needs Triton
     ),
     "Qwen3-MoE": Family("qwen3_moe", Counts(8, 2, 3), config=_INNER),
@@ -168,7 +166,6 @@ FAMILIES: Mapping[str, Family] = {
         "qwen3_next",
         Counts(8, 2, 4),
         config=_HYBRID,
-        special="linear attention in every other layer, gated shared expert, draft layer",
         dtype="bfloat16",
         published={"full_attention_interval": 2},
         draft="mtp.layers",
@@ -177,7 +174,6 @@ FAMILIES: Mapping[str, Family] = {
         "qwen3_5_moe",
         Counts(8, 2, 4),
         config=_HYBRID,
-        special="linear attention in every other layer, multimodal wrapper, draft layer",
         dtype="bfloat16",
         draft="mtp.layers",
         wrapper={"vision_config": _QWEN_VISION},
@@ -190,7 +186,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(8, 2, 2),
         _ROUTED,
         _DEEPSEEK,
-        special="latent attention, shared expert, dense first layer",
         published=_DEEPSEEK_V2_FIELDS,
     ),
     "DeepSeek-V3": Family(
@@ -198,7 +193,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(16, 4, 2),
         _ROUTED,
         {**_DEEPSEEK, "n_group": 4, "topk_group": 2},
-        special="correction bias, groups, shared expert, draft layer",
         published=_DEEPSEEK_V3_FIELDS,
         draft="model.layers",
     ),
@@ -207,7 +201,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(48, 8, 2),
         _ROUTED,
         {**_DEEPSEEK, **_NO_DRAFT},
-        special="DeepSeek-V3's architecture, one group",
         published=_DEEPSEEK_V3_FIELDS,
     ),
     "Kimi-K2.5": Family(
@@ -215,7 +208,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(16, 4, 2),
         _ROUTED,
         {**_DEEPSEEK, **_DEEPSEEK_V3_FIELDS, **_NO_DRAFT},
-        special="DeepSeek-V3's architecture in a multimodal wrapper, served with text",
         published={"architectures": ["KimiK25ForConditionalGeneration"]},
         renamed={
             "language_model.model.blocks.": "language_model.model.layers.",
@@ -230,7 +222,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(896, 16, 2),
         _ROUTED,
         {**_DEEPSEEK, **_NO_DRAFT, "moe_intermediate_size": 32},
-        special="DeepSeek-V3's architecture, 896 experts, 16 per token",
         published=_DEEPSEEK_V3_FIELDS,
     ),
     "GLM-4-MoE": Family(
@@ -238,7 +229,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(16, 4, 2),
         _ROUTED,
         {**_DENSE_FIRST, "use_qk_norm": True},
-        special="correction bias, shared expert, draft layer",
         draft="model.layers",
     ),
     "Granite-MoE": Family("granitemoe", Counts(8, 2, 3), _LOCAL),
@@ -252,13 +242,11 @@ FAMILIES: Mapping[str, Family] = {
             "moe_layer_start_index": 1,
             "moe_layer_end_index": 2,
         },
-        special="correction bias, shared expert, dense first layer",
     ),
     "Hunyuan-MoE": Family(
         "hunyuan_v1_moe",
         Counts(8, 2, 3),
         ("num_experts", "moe_topk"),
-        special="shared expert",
         published={
             "use_mixed_mlp_moe": True,
             "num_shared_expert": [1] * 3,
@@ -272,7 +260,6 @@ FAMILIES: Mapping[str, Family] = {
         "hy_v3",
         Counts(8, 2, 2),
         config={**_INNER, "first_k_dense_replace": 1},
-        special="correction bias, shared expert, dense first layer",
         published={
             "expert_hidden_dim": 64,
             "qk_norm": True,
@@ -286,14 +273,12 @@ FAMILIES: Mapping[str, Family] = {
         Counts(8, 2, 3),
         _LOCAL,
         {"sliding_window": 128},
-        special="expert biases, clamped SwiGLU, attention sinks",
     ),
     "Llama-4": Family(
         "llama4_text",
         Counts(8, 1, 3),
         _LOCAL,
         {"intermediate_size_mlp": 128},
-        special="router weight on the input, shared expert, one expert per token",
         sglang_dtype="bfloat16",
     ),
     "dots1": Family(
@@ -301,21 +286,18 @@ FAMILIES: Mapping[str, Family] = {
         Counts(8, 2, 2),
         _ROUTED,
         _DENSE_FIRST,
-        special="the engines' Transformers backend; shared expert, dense first layer",
     ),
     "Phi-MoE": Family(
         "phimoe",
         Counts(8, 2, 3),
         _LOCAL,
         {"attention_bias": True, "lm_head_bias": True},
-        special="sparse mixer routing",
         published={"architectures": ["PhiMoEForCausalLM"]},
     ),
     "Phi-MoE of transformers": Family(
         "phimoe",
         Counts(8, 2, 3),
         _LOCAL,
-        special="transformers' name of the architecture: the engines' Transformers backend",
     ),
     "DBRX": Family(
         "dbrx",
@@ -334,7 +316,6 @@ FAMILIES: Mapping[str, Family] = {
                 "moe_top_k": 2,
             },
         },
-        special="an experts module of its own",
         published={
             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 8, "moe_top_k": 2},
@@ -348,14 +329,12 @@ FAMILIES: Mapping[str, Family] = {
             "num_dense_layers": 1,
             "layer_types": ["conv", "full_attention", "conv"],
         },
-        special="short convolutions, correction bias, dense first layer",
     ),
     "MiniMax-M2": Family(
         "minimax_m2",
         Counts(8, 2, 3),
         _LOCAL,
         {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
-        special="correction bias, norm over all heads of queries and keys",
         published={
             "rotary_dim": 16,
             "scoring_func": "sigmoid",
@@ -375,7 +354,6 @@ FAMILIES: Mapping[str, Family] = {
             "expert_ffn_hidden_size": 64,
             "routed_scaling_factor": 1.0,
         },
-        special="zero experts: 4 of 12 that a token may choose have no weights",
         published={
             "rope_theta": 1e7,
             "zero_expert_type": "identity",
@@ -398,7 +376,6 @@ FAMILIES: Mapping[str, Family] = {
             "ssm_state_size": 32,
             "n_groups": 2,
         },
-        special="latent experts: they work on a projection of the input; relu squared, no gate",
         published={"layers_block_type": None, "hybrid_override_pattern": "ME*E"},
     ),
     "Qwen3-VL-MoE": Family(
@@ -406,7 +383,6 @@ FAMILIES: Mapping[str, Family] = {
         Counts(8, 2, 3),
         _LOCAL,
         _INNER,
-        special="multimodal wrapper, served with text",
         wrapper={"vision_config": _QWEN_VISION},
         preprocessor=_QWEN_PREPROCESSOR,
         flags=_TEXT_ONLY,

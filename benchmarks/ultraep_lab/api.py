@@ -9,7 +9,6 @@ from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_lab.comparators import PolicyFunction, policy_function, policy_of
 from ultraep_lab.comparators.own import QuotaFunction
-from ultraep_lab.plots import draw_replay
 from ultraep_lab.replay import Replay, compiled_planner
 from ultraep_lab.replay import replay as _replay
 from ultraep_lab.replay_options import ReplayOptions
@@ -30,7 +29,6 @@ __all__ = [
     "Trace",
     "Workload",
     "batches",
-    "draw_replay",
     "load_trace",
     "make_trace",
     "plan",

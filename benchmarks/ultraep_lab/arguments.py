@@ -14,7 +14,7 @@ from ultraep_serve.config import SidecarSettings
 from ultraep_serve.errors import ConfigError, NoServerError
 from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.environment import control_token_from_environment
-from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
+from ultraep_serve.system.files import prepare_output, read_text, write_json
 from ultraep_serve.system.machine import is_here
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.telemetry.run_directory import find_run
@@ -27,7 +27,6 @@ __all__ = [
     "counted",
     "prepare_outputs",
     "show",
-    "write_pictures",
 ]
 
 
@@ -117,10 +116,3 @@ def show(document: Mapping[str, Any], view: RenderableType, path: Path | None) -
     if path is not None:
         write_json(path, document)
     Console().print(view)
-
-
-def write_pictures(directory: Path, pictures: Mapping[str, bytes]) -> None:
-    """Everything is complete by now; each file appears whole or not at all."""
-    for name, content in pictures.items():
-        with whole_file(directory / name) as part:
-            part.write_bytes(content)

@@ -2,21 +2,16 @@
 
 from pathlib import Path
 
-import jsonschema
-import kubernetes_validate
 import pytest
-import yaml
 from files import RULES, read_yaml
 from manifests import (
     DISAGGREGATED,
     KUBERNETES,
     MANY_HOSTS,
     ONE_HOST,
-    OPERATOR,
     VERSIONS,
     balanced_pods,
     built,
-    only,
     pods,
     validate,
 )
@@ -39,38 +34,6 @@ def test_no_overlay_is_forgotten() -> None:
 def test_manifests_follow_their_schemas(path: Path, version: str) -> None:
     for manifest in built(path):
         validate(manifest, version)
-
-
-@pytest.mark.parametrize("kind", ["Deployment", "LeaderWorkerSet"])
-def test_a_misspelt_field_of_a_pod_is_noticed(kind: str) -> None:
-    path = ONE_HOST[0] if kind == "Deployment" else MANY_HOSTS[0]
-    manifest = yaml.safe_load(yaml.safe_dump(only(built(path), kind)))
-    *_, pod = pods([manifest])
-    pod.spec["shareProcessNamespaces"] = True
-    with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):
-        validate(manifest, VERSIONS[-1])
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
-        ("spec", "replica", 2),
-        ("spec", "startupPolicy", "LeaderFirst"),
-        ("leaderWorkerTemplate", "size", 0),
-        ("leaderWorkerTemplate", "restartPolicy", "Always"),
-    ],
-)
-def test_a_mistake_in_a_group_is_noticed(place: str, name: str, value: object) -> None:
-    manifest = yaml.safe_load(yaml.safe_dump(only(built(MANY_HOSTS[0]), "LeaderWorkerSet")))
-    spec = manifest["spec"]
-    (spec if place == "spec" else spec[place])[name] = value
-    with pytest.raises(jsonschema.ValidationError):
-        validate(manifest, VERSIONS[-1])
-
-
-@pytest.mark.parametrize("kind", OPERATOR)
-def test_the_operators_objects_follow_their_schemas(kind: str) -> None:
-    validate(only(built(KUBERNETES / "overlays" / "monitored"), kind), VERSIONS[-1])
 
 
 def test_the_operator_gets_the_same_rules() -> None:

@@ -1,8 +1,6 @@
-"""The pages of model families, made from the JSON of `benchmarks/families.py`.
+"""docs/families.md, made from the JSON of `benchmarks/families.py`.
 
-    python -m docs.generate.families     # brings both up to date
-
-docs/families.md is for users; benchmarks/results/families.md has every figure.
+python -m docs.generate.families     # brings it up to date
 """
 
 import json
@@ -11,11 +9,10 @@ from typing import Any
 from benchmarks.model_families.table import FAMILIES
 from docs.generate.reference import DOCS
 
-__all__ = ["DETAILS_PAGE", "FAMILIES", "PAGE", "details", "page"]
+__all__ = ["FAMILIES", "PAGE", "page"]
 
 PAGE = DOCS / "families.md"
 _RESULTS = DOCS.parent / "benchmarks" / "results"
-DETAILS_PAGE = _RESULTS / "families.md"
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _SAYS = {
     "balanced": "balanced, with the same tokens",
@@ -28,7 +25,8 @@ _INTRO = """\
 
 These Mixture-of-Experts models were served on two CPU ranks, each as a tiny model with random
 weights of the family's own architecture. 14 prompts were asked with balancing on and off, and their
-answers compared token by token. `benchmarks/results/families.md` has every figure and reason.
+answers compared token by token. `families-vllm.json` and `families-sglang.json` of
+`benchmarks/results/` have every figure and reason.
 
 """
 _REST = """
@@ -53,32 +51,10 @@ as they are |
 DeepSeek-V4 can run on CPUs. Its checkpoints have FP4 or FP8 experts, which vLLM computes on CPUs
 with AMX only.
 """
-_DETAILS = """\
-# Model families: every figure
-
-[The page for users](../../docs/families.md) lists the verdicts. Each family is a tiny checkpoint
-with random weights (`benchmarks/model_families/checkpoints.py`), whose router prefers a few experts
-of one rank. It is served on two ranks of a CPU, tensor and expert parallel. 14 prompts of 100 to
-295 tokens are asked with policy `quota` and with policy `off`, 16 greedy tokens each.
-`make test-families` runs all of it. Figures are in `families-vllm.json` and `families-sglang.json`;
-both pages are made from them (`docs/generate/families.py`).
-
-| column | |
-|---|---|
-| self-check | `--self-check full`: layers whose answers were compared; layers that were \
-checked in service (`--verify-every 1`). A family is "failed" if one of these did |
-| imbalance | the largest of all batches and layers, before and after |
-| tokens | prompts whose tokens are the same with `quota` and `off` |
-| log-probabilities | the largest difference at any token of a prompt; in brackets of two `off` |
-| against transformers | the same of `off` and that library in float32 |
-
-"Unserved" means that the engine alone does not serve the model on a CPU. A small difference from
-transformers shows that the engine computes this model.
-"""
 
 
 def page() -> str:
-    """The text of the page for users."""
+    """The text of the page."""
     return _INTRO + "\n".join(map(_verdicts, _ENGINES)) + _REST
 
 
@@ -96,83 +72,9 @@ def _verdicts(engine: str) -> str:
     return f"**{name} {version}**\n\n" + "\n".join(lines) + "\n"
 
 
-def details() -> str:
-    """The text of the page for authors."""
-    return _DETAILS + "".join(_section(engine) for engine in _ENGINES)
-
-
 def _document(engine: str) -> dict[str, Any]:
     return dict(json.loads((_RESULTS / f"families-{engine}.json").read_text()))
 
 
-def _section(engine: str) -> str:
-    document = _document(engine)
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    rows = document["rows"]
-    count = sum(row["verdict"] == "balanced" for row in rows)
-    head = ("family", "what is special", "type", "verdict", "MoE layers", "self-check", "imbalance",
-            "tokens", "log-probabilities", "against transformers")  # fmt: skip
-    table = [head, ("---",) * len(head), *map(_cells, rows)]
-    lines = ["| " + " | ".join(cells) + " |" for cells in table]
-    reasons = [
-        f"- {row['family']}, {row['verdict']}: {_one_line(row['reason'])}"
-        for row in rows
-        if row["verdict"] != "balanced"
-    ]
-    reasons += [_alone(row, _ENGINES[engine]) for row in rows if "alone" in row]
-    measured = {row["family"] for row in rows}
-    if missing := [name for name in FAMILIES if name not in measured]:
-        reasons.append(f"- Not run: {', '.join(missing)}")
-    title = f"## {_ENGINES[engine]}\n\n{versions}: {count} of {len(rows)} balanced."
-    parts = [title, "\n".join(lines), *(["\n".join(reasons)] if reasons else [])]
-    return "".join(f"\n{part}\n" for part in parts)
-
-
-def _alone(row: dict[str, Any], engine: str) -> str:
-    """What is known of a row that is far from transformers: how far it is from the engine alone."""
-    apart = {key: f"{value:.2g}" for key, value in row["alone"].items()}
-    return (
-        f"- {row['family']}: {row['transformers']:.2g} apart from transformers; from {engine} "
-        f"alone {apart.get('two_ranks', '?')} on two ranks and {apart.get('one_rank', '?')} on "
-        f"one, which are {apart.get('between', '?')} apart."
-    )
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    first = (row["family"], FAMILIES[row["family"]].special, row["dtype"], row["verdict"])
-    if "layers" not in row:
-        return (*first, f"0 of {row['moe_layers']}", "", "", "", "", "")
-    layers, quota, control = row["layers"], row["quota"], row["control"]
-    apart = f"{quota['logprobs']:.2g}"
-    if row["dtype"] != "float32":
-        apart += f" (off: {control['logprobs']:.2g})"
-    worst = [max(layer[i] for layer in layers.values()) for i in range(2)] if layers else []
-    return (
-        *first,
-        f"{len(layers)} of {row['moe_layers']}",
-        _proof(row),
-        " -> ".join(f"{value:.3f}" for value in worst),
-        f"{quota['same_tokens']} of {quota['prompts']}",
-        apart,
-        "" if row.get("transformers") is None else f"{row['transformers']:.2g}",
-    )
-
-
-def _proof(row: dict[str, Any]) -> str:
-    if "self_check" not in row:
-        return "not run"
-    checked, verified = row["self_check"], row["verification"]
-    return (
-        f"{checked['result']}, {checked['checks']['answers']}; {verified['layers']} layers sampled"
-    )
-
-
-def _one_line(reason: str) -> str:
-    """As code where it has signs that Markdown would take for its own."""
-    text = " ".join(reason.split())
-    return f"`{text}`" if set(text) & set("<>_*|") and "`" not in text else text
-
-
 if __name__ == "__main__":
     PAGE.write_text(page())
-    DETAILS_PAGE.write_text(details())

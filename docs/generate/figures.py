@@ -13,7 +13,6 @@ __all__ = [
     "RESULTS",
     "TRAFFIC",
     "estimate",
-    "percent",
     "read_document",
     "read_rows",
     "rounds",
@@ -55,12 +54,6 @@ def estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]
     half = float(t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.fmean(logs)
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
-
-
-def percent(median: float, low: float, high: float) -> str:
-    """Ratios above 1 as "x % more"."""
-    shown = (f"{round(100 * (ratio - 1))}" for ratio in (median, low, high))
-    return "{} % ({} to {})".format(*shown)
 
 
 def times(median: float, low: float, high: float) -> str:

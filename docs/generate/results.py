@@ -76,7 +76,7 @@ def statements() -> dict[Path, list[str]]:
             f"{before} times the mean before balancing and {now} after",
             "{} and {} model families".format(*balanced),
         ],
-        PAGE: [f"all {answers:,} answers"],
+        PAGE: [f"all {answers:,} answers", *_by_time()],
         PAGE.with_name("choosing.md"): [eplb, lplb],
         PAGE.with_name("how-it-works.md"): [
             f"rank {loads.index(max(loads))} {before} times the mean"
@@ -296,12 +296,10 @@ def _big_table() -> str:
     return table(head, rows)
 
 
-def _named_table() -> str:
-    rows = [
-        (row["name"], *(f"{row[name]:.3f}" for name in ("off", "quota", "eplb", "bound")))
-        for row in read_rows("named-workloads")
-    ]
-    return table(("workload", "before", "`quota`", "`eplb`", "bound"), rows)
+def _by_time() -> list[str]:
+    """How many times as fast plans by time are where ranks are not equally fast."""
+    found = [row["by_count_over_by_time"] for row in read_document("speeds")["busy"]]
+    return [times(ratio["median"], *ratio["interval"]) for ratio in found]
 
 
 def _kept() -> str:
@@ -373,7 +371,6 @@ _TABLES: Mapping[str, Callable[[], str]] = {
     "ttft": _ttft,
     "load": _load,
     "big-models": _big_table,
-    "named-workloads": _named_table,
     "kept": _kept,
     "tokens": _tokens,
     "stages": _stages,

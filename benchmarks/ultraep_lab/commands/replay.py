@@ -15,7 +15,6 @@ from ultraep_lab.arguments import (
     counted,
     prepare_outputs,
     show,
-    write_pictures,
 )
 from ultraep_lab.comparators import POLICIES, policy_function
 from ultraep_lab.machines import (
@@ -61,11 +60,6 @@ class ReplayFlags(Settings):
         description="experts of the model, if the trace does not say",
     )
     json_file: JsonFile = None
-    plots: Path | None = Field(
-        default=None,
-        description="draw replay.png into DIR: imbalance by batch and by layer",
-        json_schema_extra={"metavar": "DIR"},
-    )
 
 
 class MachineFlags(Settings):
@@ -159,10 +153,6 @@ def run(arguments: argparse.Namespace) -> int:
         }
     top_k = trace.topk_ids.shape[2] if isinstance(trace, Trace) else None
     show(document, _view(document, words(verdicts, top_k) if verdicts else ()), flags.json_file)
-    if flags.plots is not None:  # last: without matplotlib the report is there at least
-        from ultraep_lab.plots import draw_replay
-
-        write_pictures(flags.plots, draw_replay(result))
     return 0
 
 
