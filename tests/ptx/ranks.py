@@ -93,7 +93,7 @@ def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any, patience_ns: int) 
     rendezvous = meeting.of(rank.number % size)
     gather = gather_of(rank.number) if size < shape.num_ranks else None
     place = rank.setup.location
-    rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, place, limits, gather)
+    rank.fabric = DeviceFabric(rank.pool, rendezvous, place, limits, gather)
 
 
 class _Meeting:

@@ -37,7 +37,7 @@ class Sidecar(Endpoint):
         super().__init__("the sidecar", "--sidecar", url, timeout_seconds)
         self._token = token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._kept: Policy | None = None  # in ``policy_restored``: what was set last
+        self._ours: set[Policy] = set()  # in ``policy_restored``: what may be in force by us
 
     def get(self, path: str) -> dict[str, Any]:
         """The answer to a GET. Raises BenchError when refused."""
@@ -58,14 +58,16 @@ class Sidecar(Endpoint):
 
         Raises BenchError when refused, or in ``policy_restored`` where somebody else has set one.
         """
-        self._require_kept()
+        self._require_ours()
+        if self._ours:
+            self._ours.add(policy)  # from here on, also where no answer comes
         body, headers = {"policy": policy.value}, self._headers
         response = self.call("POST", "/v1/control/policy", json=body, headers=headers)
         if response.status_code == 409 and policy is Policy.IDEAL:
             raise self.refused(response, IDEAL_REFUSED)
         self._checked(response)
-        if self._kept is not None:
-            self._kept = policy
+        if self._ours:
+            self._ours = {policy}
 
     def balance(self, since_ns: int, policy: Policy, batches: int = 0) -> dict[str, Any]:
         """Statistics of the batches since ``since_ns`` (wall clock, ns) under ``policy``.
@@ -90,7 +92,8 @@ class Sidecar(Endpoint):
         The first signal that would end the program is Ctrl-C, and later ones change nothing. Raises
         BenchError when refused; after an error that one is raised.
         """
-        self._kept = before = self.policy()
+        before = self.policy()
+        self._ours = {before}
         with _one_signal() as taken:
             try:
                 yield
@@ -103,14 +106,14 @@ class Sidecar(Endpoint):
                 taken.append(0)
                 self.set_policy(before)
             finally:
-                self._kept = None
+                self._ours = set()
 
-    def _require_kept(self) -> None:
-        if self._kept is not None and (found := self.policy()) is not self._kept:
+    def _require_ours(self) -> None:
+        if self._ours and (found := self.policy()) not in self._ours:
+            ours = " or ".join(sorted(policy.value for policy in self._ours))
             raise BenchError(
-                f"policy {found.value} is in force at {self.url}, not {self._kept.value} as set "
-                "here: somebody has set it, or balancing has switched itself off (see /readyz); "
-                "measure again"
+                f"policy {found.value} is in force at {self.url}, not {ours} as set here: somebody "
+                "has set it, or balancing has switched itself off (see /readyz); measure again"
             )
 
     def _object(self, method: str, path: str, **content: Any) -> dict[str, Any]:
