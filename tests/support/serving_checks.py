@@ -87,6 +87,7 @@ class HostServer(BalancedServer):
 
     def _environment(self) -> dict[str, str]:
         own = {"VLLM_HOST_IP": self.address, "SGLANG_HOST_IP": self.address}
+        own["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; both would take half of the memory that is free
         gloo = {"GLOO_SOCKET_IFNAME": self.hosts.link, "ULTRAEP_CONTROL_TOKEN": self.token}
         return {**os.environ, **own, **gloo}
 
