@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tests.support.waiting import until
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.watch import HostBeats, HostWatch
 from ultraep_serve.errors import OutputError
-from ultraep_serve.system.topology import ONLY_STAGE, Location
+from ultraep_serve.system.topology import ONLY_STAGE, Location, is_process_alive
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState
@@ -56,7 +57,7 @@ def serve(board: Path, rank: int, hosts: Hosts) -> None:
     home = board / f"host-{rank}"
     recorder = recorder_of(home, rank)
     beats: Any = HostBeats(store, Location(rank, 2, 1, 1), ONLY_STAGE)
-    recorder.at_heartbeat(HostWatch(RunFiles(home), recorder, TIMEOUT, beats).look)
+    recorder.at_heartbeat(HostWatch(RunFiles(home), recorder, TIMEOUT, beats, os.getpid()).look)
     until(lambda: beats.heard, 20.0)
     recorder.set_state(RingState.READY)
     (board / f"up-{rank}").touch()
@@ -140,7 +141,7 @@ def test_its_own_pause_is_not_the_silence_of_others(
     ended: list[int] = []
     beats: Any = SimpleNamespace(heard={(0, 1): "7 host other (rank 1)"})
     with closing(recorder_of(run_path, 0)) as recorder:
-        watch = HostWatch(RunFiles(run_path), recorder, 10.0, beats, ended.append)
+        watch = HostWatch(RunFiles(run_path), recorder, 10.0, beats, os.getpid(), ended.append)
         clock = iter([watch._looked + 1, watch._looked + 3601, watch._looked + 3602])
         with monkeypatch.context() as patch:
             patch.setattr("ultraep_serve.balance.watch.time.monotonic", lambda: next(clock))
@@ -167,7 +168,8 @@ def test_a_rank_ends_with_another_one_of_its_host(
     has_ended = threading.Event()
     (run_path / "lost").write_text("host other was not heard")
     with closing(recorder_of(run_path, 0)) as recorder:
-        watch = HostWatch(RunFiles(run_path), recorder, 10.0, None, lambda _: has_ended.set())
+        files, end = RunFiles(run_path), lambda _: has_ended.set()
+        watch = HostWatch(files, recorder, 10.0, None, os.getpid(), end)
         with monkeypatch.context() as patch:
             if wrong == "no room":
                 patch.setattr(RunFiles, "give_up", no_room)
@@ -175,6 +177,21 @@ def test_a_rank_ends_with_another_one_of_its_host(
                 patch.setattr("sys.stderr", SimpleNamespace(write=lambda _: has_ended.wait(10)))
             threading.Thread(target=watch.look, daemon=True).start()
             assert has_ended.wait(5)
+
+
+def test_a_rank_ends_with_the_engines_first_process(run_path: Path) -> None:
+    ended: list[int] = []
+    with closing(recorder_of(run_path, 0)) as recorder:
+        first = subprocess.Popen(["sleep", "60"])
+        watch = HostWatch(RunFiles(run_path), recorder, 10.0, None, first.pid, ended.append)
+        watch.look()
+        assert not ended
+        first.kill()
+        until(lambda: not is_process_alive(first.pid), 10.0)  # nobody has waited for it yet
+        watch.look()
+        first.wait()
+    assert ended
+    assert "first process" in (RunFiles(run_path).lost_reason() or "")
 
 
 def test_the_engines_own_waits_on_the_host_are_bounded() -> None:

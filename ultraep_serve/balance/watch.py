@@ -5,7 +5,7 @@ What waits for a rank gives it up by itself: the exchange of loads, and the engi
 missed before the next one. So a thread sets this host's beat once a second and reads those of the
 others; the store stands still for a host that does not reach it. The heartbeat of the ring shows
 who is not heard, and ends this process where that lasts for the timeout. Every rank of a host ends
-with its first.
+with its first, and with the engine's first process: vLLM's own would outlive its server.
 
 What is no silence:
 
@@ -25,7 +25,7 @@ from typing import Protocol
 
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.logs import say
-from ultraep_serve.system.topology import Location, PipelineStage
+from ultraep_serve.system.topology import Location, PipelineStage, is_process_alive
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -89,15 +89,17 @@ class HostWatch:
         recorder: Recorder,
         seconds: float,
         beats: HostBeats | None,
+        server: int,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         """Give others up after ``seconds``, which may change.
 
-        ``beats`` None: only the reason why another rank of this host ends is looked for. ``end``
-        ends the process: its main thread may hang where no exception reaches it.
+        ``beats`` None: there are no other hosts. ``server`` is the process without which this one
+        ends. ``end`` ends this process: its main thread may hang where no exception reaches it.
         """
         self.seconds = seconds
-        self._files, self._recorder, self._beats, self._end = files, recorder, beats, end
+        self._files, self._recorder, self._beats = files, recorder, beats
+        self._server, self._end = server, end
         self._last: dict[tuple[int, int], str] = {}
         self._silence: dict[tuple[int, int], float] = {}
         self._looked, self._progress, self._is_over = time.monotonic(), 0, False
@@ -125,6 +127,8 @@ class HostWatch:
         reason = self._files.lost_reason()
         if max(self._silence.values(), default=0.0) > self.seconds + _LONGEST_STEP:
             reason = reason or f"{'; '.join(said)}; restart the engine on all hosts"
+        if not is_process_alive(self._server):
+            reason = reason or f"the engine's first process ({self._server}) has ended"
         if reason:
             self._give_up(reason)
 

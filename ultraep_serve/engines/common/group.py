@@ -37,6 +37,7 @@ from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import SelfCheckError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.samples import Sampled
+from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
@@ -357,7 +358,8 @@ class BalancedLayers:
         if num_hosts > 1 and location.is_host_primary and store is not None:
             beats = HostBeats(store, location, self._own.pipeline)
         files = RunFiles(self._run_path)
-        watch = HostWatch(files, self._recorder, setup.connect_seconds, beats)
+        seconds, server = setup.connect_seconds, first_process()
+        watch = HostWatch(files, self._recorder, seconds, beats, server)
         self._recorder.at_heartbeat(watch.look)
         return watch
 
