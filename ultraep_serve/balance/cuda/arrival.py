@@ -1,13 +1,73 @@
-"""Experts of a layer on their way into this rank's slots, until the engine launches its own."""
+"""Experts on their way into this rank's slots, beside the stream that the engine launches in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
 
 from ultraep_serve.balance.cuda.recording import LayerTimer, Untimed
-from ultraep_serve.balance.cuda.side_stream import SideStream
 from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.types import Stage
 
-__all__ = ["Arrival"]
+__all__ = ["Arrival", "SideStream", "side_stream"]
+
+
+class SideStream(Protocol):
+    """Runs beside the current stream from a fork to the next ``join``."""
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Run what is launched inside behind all that was launched before."""
+
+    def join(self) -> None:
+        """Have the current stream wait for what was forked; without a fork do nothing."""
+
+
+class _CudaSideStream:
+    """A CUDA stream of higher priority, which what runs beside it does not keep from running."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._forked, self._done = _new_event(), _new_event()
+        self._has_forked = False
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        self._forked.record()
+        self._stream.wait_event(self._forked)
+        self._has_forked = True
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._done.record(self._stream)
+
+    def join(self) -> None:
+        if self._has_forked:
+            self._has_forked = False
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+def _new_event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class _InOrder:
+    """What stands in for a ``SideStream`` where the device is the host."""
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        yield
+
+    def join(self) -> None:
+        pass
+
+
+def side_stream(device: torch.device) -> SideStream:
+    """A stream beside the engine's; where ``device`` is the host, all runs in order."""
+    return _CudaSideStream(device) if device.type == "cuda" else _InOrder()
 
 
 class Arrival:

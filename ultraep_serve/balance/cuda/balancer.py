@@ -45,9 +45,8 @@ from ultraep_serve.balance.backend import (
     marking_failure,
     row_width,
 )
-from ultraep_serve.balance.cuda.arrival import Arrival
-from ultraep_serve.balance.cuda.choices import OwnChoice
-from ultraep_serve.balance.cuda.expectations import Expectations
+from ultraep_serve.balance.cuda.arrival import Arrival, side_stream
+from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import (
     Entry,
@@ -58,7 +57,6 @@ from ultraep_serve.balance.cuda.recording import (
     is_capturing,
 )
 from ultraep_serve.balance.cuda.records import Records
-from ultraep_serve.balance.cuda.side_stream import side_stream
 from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.speeds import ExpertClock, OwnTime, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts

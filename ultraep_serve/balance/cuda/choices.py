@@ -1,16 +1,27 @@
-"""What this rank tells the others with the first exchange of a batch."""
+"""What a rank's host says of a batch and expects of it, before the device decides.
+
+Its own choice goes to the others with the first exchange of the batch. What it launches must suit
+the other ranks, so it goes by what all ranks know alike and need not wait for: the outcome of the
+last batch may still be on its way to one of them, that of the one before is there.
+"""
+
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from ultraep_kernels.contract import Choice
+from ultraep_kernels.device.outcome import decision_of
 
 from ultraep_serve.balance.backend import PolicySource
 from ultraep_serve.balance.cuda.driver import host_words
+from ultraep_serve.balance.cuda.recording import PendingLayer
 from ultraep_serve.balance.speeds import OwnTime
+from ultraep_serve.types import Decision
 
-__all__ = ["OwnChoice"]
+__all__ = ["Expectations", "OwnChoice"]
 
 _LARGEST = np.iinfo(np.int32).max
+_STAYED = (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT)
 
 
 class OwnChoice:
@@ -41,3 +52,22 @@ class OwnChoice:
     def send(self) -> None:
         """Copy to the device, in stream order, what is written down by then."""
         self.on_device.copy_(self.asked, non_blocking=True)
+
+
+class Expectations:
+    """Of a batch that exchanges, alike on every rank."""
+
+    def __init__(self) -> None:
+        self.left_alone: set[tuple[int, int]] = set()  # layers and micro-batches
+        self.rests = False  # whether its policy is off, so that only its first layer exchanges
+
+    def learn(self, layers: Iterable[PendingLayer]) -> None:
+        """Take the outcome of the batch before last; without ``layers`` nothing is known of it."""
+        self.rests = False
+        for pending in layers:
+            place, decision = (pending.layer, pending.micro_batch), decision_of(pending.values)
+            self.rests |= decision is Decision.POLICY_OFF
+            if decision in _STAYED:
+                self.left_alone.add(place)
+            elif decision is not Decision.POLICY_OFF:
+                self.left_alone.discard(place)
