@@ -66,12 +66,15 @@ __all__ = ["balance", "take_over"]
 
 logger = init_logger("vllm.ultraep_serve")
 
+_NEW_WEIGHTS = ("reload_weights", "start_weight_update", "start_draft_weight_update")
+
 
 def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> None:
     """Balance the MoE layers of ``worker``'s model; those of a draft model stay at home.
 
-    On CPU all of them get kernels of ours, balanced or not. Raises UnsupportedError for what cannot
-    be balanced, unless it is to be served plainly.
+    On CPU all of them get kernels of ours, balanced or not. From then on ``worker`` refuses to load
+    other weights, before it touches those it has. Raises UnsupportedError for what cannot be
+    balanced, unless it is to be served plainly.
     """
     compilation = vllm_config.compilation_config
     registered = map(compilation.static_forward_context.get, compilation.static_all_moe_layers)
@@ -80,6 +83,7 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
     balanced = [runner for runner in runners if runner in in_model]
     if current_platform.is_cpu():
         _compute_on_host(config, [runner for runner in runners if runner.routed_experts.use_ep])
+        _refuse_new_weights(worker)
     if config.policy is Policy.OFF:
         return
     try:
@@ -113,6 +117,7 @@ def _balance(
     zero_experts = any(isinstance(runner.router, ZeroExpertRouter) for runner in runners)
     balanced = balance(config, vllm_config, layers, has_zero_experts=zero_experts)
     balanced.mark_ready(logger)
+    _refuse_new_weights(worker)
     _around(worker.model_runner, "execute_model", before=balanced.require_in_place)
     _around(worker, "compile_or_warm_up_model", after=lambda: balanced.end_loading(logger))
 
@@ -140,6 +145,19 @@ def _around(
         return done
 
     setattr(owner, name, call)
+
+
+def _refuse_new_weights(worker: Any) -> None:
+    def refuse() -> None:
+        raise UnsupportedError(
+            "experts stay where balancing and kernels on CPU have put them, so weights cannot be "
+            "replaced in a running server, which serves on with those it has; restart it with the "
+            "new ones, or serve without the setting 'ultraep'"
+        )
+
+    for name in _NEW_WEIGHTS:
+        if hasattr(worker, name):
+            _around(worker, name, before=refuse)
 
 
 def balance(
