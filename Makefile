@@ -31,8 +31,10 @@ lint: setup
 docs: setup
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
-test-vllm: setup lint
-	$(VENV)/bin/python -m pytest
+# Servers have the machine to themselves.
+test-vllm: check-tests lint
+	$(VENV)/bin/python -m pytest -q --numprocesses 2 --dist worksteal -m "interpreter or compiler"
+	$(VENV)/bin/python -m pytest --durations 20 -m "engine or browser"
 
 setup-sglang:
 	$(PYTHON) deploy/setup_sglang_cpu.py $(VENV)-sglang
@@ -40,9 +42,11 @@ setup-sglang:
 demo-sglang: setup-sglang
 	$(VENV)-sglang/bin/ultraep-serve demo
 
+SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py tests/lab/test_engine_recordings.py
+
 test-sglang: setup-sglang
-	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py \
-		tests/lab/test_engine_recordings.py
+	$(VENV)-sglang/bin/python -m pytest -q --numprocesses 2 --dist worksteal -m "not engine" $(SGLANG_TESTS)
+	$(VENV)-sglang/bin/python -m pytest --durations 20 -m engine $(SGLANG_TESTS)
 
 # Every model family on both engines (an hour or more); brings the page of families up to date.
 test-families: setup setup-sglang

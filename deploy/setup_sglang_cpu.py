@@ -42,7 +42,7 @@ OURS = (
     "numba==0.65.0",  # as in vLLM's environment: both keep compiled kernels in the same place
     *("httpx", "rich"),
 )
-FOR_TESTS = ("pytest", "pytest-timeout")
+FOR_TESTS = ("pytest", "pytest-timeout", "pytest-xdist")
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Experts on GPUs, quantised or not: whose kernels take slots, and what must not move.
 
 A copied expert computes the same elsewhere if everything that is its own goes with it
-(``movable_parameters`` in ``group.py``) and everything else is the same on all ranks. The latter
+(``movable_parameters`` in ``model.py``) and everything else is the same on all ranks. The latter
 depends on the checkpoint: some methods reduce a scale over a rank's own experts.
 """
 
