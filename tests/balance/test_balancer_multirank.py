@@ -33,7 +33,6 @@ def run(run_path: Path, batches: RandomBatches) -> StressReport:
         assert report.plans == reports[0].plans
         assert report.strays == 0
         assert report.corrupt_slots == 0
-        assert report.worst_error == 0.0
         assert report.inexact == 0
     assert sum(report.bytes_sent for report in reports) > 0
     first: StressReport = reports[0]
@@ -76,36 +75,21 @@ def test_domains_balance_their_own_experts_against_everybodys_tokens(
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_policies_and_inconsistencies_of_one_rank_reach_all_domains(
-    run_path: Path, view: TokenView
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, None), (4, 2)])
+def test_policies_and_impossible_ids_of_one_rank_reach_all_in_the_same_batch(
+    run_path: Path, view: TokenView, num_ranks: int, domain_size: int | None
 ) -> None:
-    batches = make_batches(4, view, policies=tuple(Policy), bad_id_rate=0.2, domain_size=2)
-    seen = run(run_path, replace(batches, num_batches=200)).counts()
-    assert min(seen[name] for name in ("planned", "forced", "policy_off", "inconsistent")) >= 5
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_policies_change_at_run_time_in_the_same_batch_everywhere(
-    run_path: Path, view: TokenView
-) -> None:
-    batches = make_batches(2, view, policies=tuple(Policy), num_batches=160)
-    report = run(run_path, batches)
+    """Batches with impossible ids are left alone on every rank."""
+    batches = make_batches(num_ranks, view, policies=tuple(Policy), num_batches=200)
+    report = run(run_path, replace(batches, bad_id_rate=0.2, domain_size=domain_size))
     seen = report.counts()
-    assert min(seen[name] for name in ("planned", "forced", "policy_off")) >= 5
+    assert min(seen[name] for name in ("planned", "forced", "policy_off", "inconsistent")) >= 5
     by_batch: dict[int, set[Decision]] = {}
     for batch, _, decision in report.decisions:
         by_batch.setdefault(batch, set()).add(decision)
     for decisions in by_batch.values():
         assert not {Decision.PLANNED, Decision.FORCED} <= decisions
         assert Decision.POLICY_OFF not in decisions or len(decisions) == 1
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_impossible_ids_on_one_rank_leave_every_rank_alone(run_path: Path, view: TokenView) -> None:
-    report = run(run_path, make_batches(2, view, bad_id_rate=0.3))
-    seen = report.counts()
-    assert seen["inconsistent"] >= 10
-    assert seen["planned"] >= 10
 
 
 def test_slots_of_each_layer_apart(run_path: Path) -> None:
@@ -123,28 +107,12 @@ def test_a_slower_rank_gets_less_and_answers_stay_the_same(run_path: Path, view:
     assert np.median(report.after) == pytest.approx(1.0, abs=0.02)  # of time
 
 
-def test_a_threshold_leaves_slightly_uneven_layers_alone(run_path: Path) -> None:
-    batches = make_batches(2, TokenView.OWN, pause_rate=0.0)
-    config = batches.config.replace(max_imbalance=1.3)
-    report = run(run_path, replace(batches, config=config))
-    assert report.counts()["balanced"] >= 10
-    assert min(report.before) > 1.3
-
-
-def test_real_weights_agree_to_rounding(run_path: Path) -> None:
-    batches = make_batches(2, TokenView.OWN)
-    batches = replace(batches, model=replace(batches.model, exact=False))
-    for report in run_ranks(run_stress, 2, run_path, batches):
-        assert report.corrupt_slots == 0
-        assert report.worst_error < 1e-5
-
-
 def test_what_is_checked_here_would_be_noticed(run_path: Path) -> None:
     """The same run where nobody waits for slots: NaN answers or corrupt slots."""
     batches = make_batches(2, TokenView.SHARED)
     outcomes = outcomes_of_ranks(run_without_waiting, 2, run_path, batches)
     reports = [outcome.value for outcome in outcomes]
-    assert all(report.worst_error > 0 for report in reports)
+    assert all(report.inexact for report in reports)
     assert any(report.corrupt_slots for report in reports)
 
 

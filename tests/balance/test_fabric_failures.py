@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.ranks import RankError, RankOutcome, outcomes_of_ranks, run_ranks
+from tests.support.ranks import outcomes_of_ranks
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
@@ -24,40 +24,6 @@ LONG = 60.0  # seconds; a test that waits for this fails
 
 def no_slots() -> SlotPool:
     return SlotPool(HostMemory(), 0, CHUNK)
-
-
-def survivors(outcomes: list[RankOutcome], victim: int) -> list[RankOutcome]:
-    return [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
-
-
-@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 1), (4, 0)])
-def test_a_rank_killed_between_exchanges_is_noticed(
-    run_path: Path, num_ranks: int, victim: int
-) -> None:
-    outcomes = outcomes_of_ranks(
-        die_in_exchange, num_ranks, num_ranks, victim, run_path, timeout_seconds=30
-    )
-    assert outcomes[victim].signal == signal.SIGKILL
-    for outcome in survivors(outcomes, victim):
-        assert outcome.error == "PeerTimeoutError"
-        assert "the load exchange" in outcome.message
-        assert "has died; restart the engine" in outcome.message
-    assert not multiprocessing.active_children()
-
-
-def die_in_exchange(rank: int, num_ranks: int, victim: int, run_path: Path) -> None:
-    fabric = HostFabric(
-        run_path,
-        Location.on_one_host(rank, num_ranks),
-        WIDTH,
-        no_slots(),
-        0,
-        LONG,
-    )
-    for epoch in range(100):
-        if rank == victim and epoch == 50:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fabric.exchange(np.zeros(WIDTH, np.int64))
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["owner", "relay"])
@@ -104,43 +70,6 @@ def test_a_rank_that_does_not_come_is_an_error(run_path: Path) -> None:
     assert time.monotonic() - started >= 0.05 * CONNECT_FACTOR
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path, num_ranks: int) -> None:
-    outcomes = outcomes_of_ranks(stop_in_exchange, num_ranks, num_ranks, run_path)
-    for outcome in outcomes[1:]:
-        assert not outcome.error, outcome.traceback
-        message, waited = outcome.value
-        assert "rank 0 did not answer within 1.5 s" in message
-        assert 1.5 <= waited < LONG / 4
-
-
-def stop_in_exchange(rank: int, num_ranks: int, run_path: Path) -> tuple[str, float]:
-    fabric = HostFabric(
-        run_path,
-        Location.on_one_host(rank, num_ranks),
-        WIDTH,
-        no_slots(),
-        0,
-        1.5,
-    )
-    fabric.exchange(np.zeros(WIDTH, np.int64))
-    (run_path / f"process-{rank}").write_text(str(os.getpid()))
-    fabric.exchange(np.zeros(WIDTH, np.int64))
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return "", 0.0
-    started = time.monotonic()
-    with pytest.raises(PeerTimeoutError) as error:
-        fabric.exchange(np.zeros(WIDTH, np.int64))
-    waited = time.monotonic() - started
-    (run_path / f"done-{rank}").touch()
-    if rank == 1:  # the last to leave wakes the stopped one, so that nothing hangs
-        while len(list(run_path.glob("done-*"))) < num_ranks - 1:
-            time.sleep(0.01)
-        os.kill(int((run_path / "process-0").read_text()), signal.SIGCONT)
-    return str(error.value), waited
-
-
 @pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_ends_after_its_last_exchange_is_not_missed(
     run_path: Path, number: int
@@ -171,30 +100,3 @@ def post_and_leave(fabric: HostFabric) -> np.ndarray:
     row = np.full(WIDTH, 5, np.int64)
     post_row(int(fabric._flags[0]), int(fabric._rows[0]), fabric.epoch + 1, row)
     return row
-
-
-def test_what_a_rank_raises_is_reported(run_path: Path) -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: no luck"):
-        run_ranks(fail_on_one, 2, run_path)
-
-
-def fail_on_one(rank: int, run_path: Path) -> str:
-    if rank == 1:
-        raise ValueError("no luck")
-    return str(run_path)
-
-
-def test_ranks_do_not_outlive_their_time(run_path: Path) -> None:
-    outcomes = outcomes_of_ranks(sleep_on_one, 2, run_path, timeout_seconds=4.0)
-    assert outcomes[0].value == "done"
-    assert outcomes[1].timed_out
-    process = int((run_path / "sleeper").read_text())
-    assert not Path(f"/proc/{process}").exists()
-    assert not multiprocessing.active_children()
-
-
-def sleep_on_one(rank: int, run_path: Path) -> str:
-    if rank == 1:
-        (run_path / "sleeper").write_text(str(os.getpid()))
-        time.sleep(LONG)
-    return "done"

@@ -25,44 +25,8 @@ from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
-SHAPE, LAYERS = ExpertShape(2, 8, 1), 2
+SHAPE = ExpertShape(2, 8, 1)
 GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
-
-
-def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
-    """Decisions of a skewed batch; masters hold 1 on rank 0, 2 on rank 1."""
-    config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path), costs=GIVEN.to_json())
-    layers = [
-        [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (300, 7)]
-        for _ in range(LAYERS)
-    ]
-    own = EngineRank("test", rank)
-    joined = BalancedLayers(config, SHAPE, view, layers, lambda size: None, own)
-    assert RunFiles(run_path).costs() == GIVEN
-    joined.mark_ready(logging.getLogger("test"))
-    ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
-    for index, parameters in enumerate(layers):
-        physical = joined.balancer.route(index, ids, 64)
-        joined.balancer.receive()
-        assert (physical // SHAPE.num_local).unique().tolist() == [0, 1]
-        for parameter in parameters:
-            assert parameter.shape[0] == SHAPE.num_local
-            assert (parameter[:4] == 1 + rank).all()
-            assert rank == 0 or (parameter[4] == 1).all()  # rank 0's expert has come
-        joined.balancer.computed()
-    joined._recorder.write_kept()
-    ring = RingReader(RunFiles(run_path).ring(rank))
-    assert ring.header().state is RingState.READY
-    records = ring.poll().records
-    is_own = view is TokenView.OWN or rank == 0  # tokens that all ranks see are rank 0's
-    assert (records["own_load"] == [64 * is_own] * 2 + [0] * 6).all()
-    decisions: list[int] = records["decision"].tolist()
-    return decisions
-
-
-@pytest.mark.parametrize("view", list(TokenView))
-def test_layers_are_adopted_routed_and_recorded(run_path: Path, view: TokenView) -> None:
-    assert run_ranks(join, 2, run_path, view) == [[Decision.PLANNED] * LAYERS] * 2
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
@@ -81,6 +45,8 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     )
     joined.mark_ready(logging.getLogger("test"))
     assert joined._setup.location.domain == location.domain
+    assert not costs or RunFiles(home).costs() == GIVEN
+    assert all((tensor.shape[0], tensor[:2].unique()) == (3, rank + 1) for tensor in layer)
     wait = HostAllGather(group.on_host, 30.0)
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)  # of ranks 0 and 2
     with ControlPage.open(home) as page:
@@ -102,8 +68,10 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     header = ring.header()
     assert (header.location.host, header.location.domain_size) == (location.host, 2)
     assert header.location.first_host
-    assert header.policy is Policy.OFF
+    assert (header.policy, header.state) == (Policy.OFF, RingState.READY)
     records = ring.poll().records
+    is_own = view is TokenView.OWN or rank == 0  # tokens that all ranks see are rank 0's
+    assert (records["own_load"] == [64 * is_own, 0, 0, 0] * 2).all()
     assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
     assert (StageWindow(header, 0).add(rank, records)["floor"] == 1.0).all()
     decisions: list[int] = records["decision"].tolist()
@@ -112,7 +80,9 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
 
 @pytest.mark.parametrize("costs", [GIVEN.to_json(), ""], ids=["given", "measured"])
 @pytest.mark.parametrize("view", list(TokenView))
-def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: str) -> None:
+def test_layers_of_two_hosts_are_adopted_routed_and_recorded(
+    run_path: Path, view: TokenView, costs: str
+) -> None:
     planned = [Decision.PLANNED] * 2
     assert run_ranks(join_hosts, 4, run_path, view, costs) == [planned] * 4
     for host in ("host-0", "host-2"):

@@ -132,18 +132,6 @@ def test_other_ranks_write_where_region_offsets_say(per_layer: bool) -> None:
     finish(pool, driver)
 
 
-def test_per_layer_slots_are_apart() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK, per_layer=True)
-    layers = [adopt(pool, seed, ALIASED) for seed in range(3)]
-    for value, layer in enumerate(layers):
-        for alias in layer.tensors:
-            alias[MASTERS:].view(torch.uint8).fill_(value + 1)
-    for value, layer in enumerate(layers):
-        assert all((a[MASTERS:].view(torch.uint8) == value + 1).all() for a in layer.tensors)
-    finish(pool, driver)
-
-
 def test_small_tensors_share_memory_instead_of_filling_units() -> None:
     driver = HostDriver()
     pool = SlotPool(driver, SLOTS, CHUNK)
@@ -290,14 +278,6 @@ def test_whatever_fails_leaves_nothing_behind() -> None:
         driver.require_clean()
 
 
-def test_closing_twice_is_closing_once() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
-    pool.adopt(tensors(0))
-    pool.close()
-    finish(pool, driver)
-
-
 def test_slots_cost_their_bytes_once_however_many_layers() -> None:
     pool = SlotPool(HostMemory(), SLOTS, CHUNK)
     layers = [pool.adopt([torch.ones(MASTERS, 256, 1024)]) for _ in range(8)]  # 1 MiB per expert
@@ -328,20 +308,6 @@ def test_more_slots_than_memory_is_a_config_error(monkeypatch: pytest.MonkeyPatc
     pool = SlotPool(HostMemory(), 3, CHUNK)
     with pytest.raises(ConfigError, match="--slots"):
         pool.adopt(tensors(0, ("weight",)))
-    pool.close()
-
-
-def test_experts_are_computed_from_aliases_as_from_plain_tensors() -> None:
-    """A kernel must not care that the memory behind its weights is mapped twice."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(MASTERS, 24, 40, generator=generator)
-    x = torch.randn(9, 40, generator=generator)
-    pool = SlotPool(HostMemory(), SLOTS, CHUNK)
-    alias = pool.adopt([weight.clone()]).tensors[0]
-    alias[MASTERS:] = weight[:SLOTS]
-    expected = torch.einsum("th,eih->eti", x, torch.cat([weight, weight[:SLOTS]]))
-    torch.testing.assert_close(torch.einsum("th,eih->eti", x, alias), expected)
-    del alias
     pool.close()
 
 

@@ -11,7 +11,6 @@ from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.speeds import follow
 
 from ultraep_serve.balance.speeds import (
-    HostClock,
     RankSpeeds,
     fixed_speeds,
 )
@@ -166,20 +165,6 @@ def test_the_fastest_rank_is_always_full() -> None:
     assert speeds.tolist() == [FULL_SPEED, FULL_SPEED // 4]
 
 
-def test_the_source_can_change_between_batches() -> None:
-    speeds = RankSpeeds("1.0,0.25", 0, ExpertShape(2, 8, 2), COSTS)
-    published = np.array([100, 150])
-    for source, expected in (
-        (SpeedSource.CONFIGURED, [1024, 256]),
-        (SpeedSource.EQUAL, [1024, 1024]),
-        (SpeedSource.AUTO, [1024, 672]),  # 682 in steps of a thirty-second
-        (SpeedSource.CONFIGURED, [1024, 256]),
-    ):
-        for _ in range(3):
-            speeds.begin_batch(published, source)
-        assert speeds.values.tolist() == expected
-
-
 def test_fixed_speeds_are_relative_to_the_largest() -> None:
     assert fixed_speeds("auto", 2) is None
     for text, expected in (
@@ -199,13 +184,3 @@ def test_fixed_speeds_are_relative_to_the_largest() -> None:
 def test_other_speeds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be auto or equal, or one number per rank"):
         parse_speeds(text)
-
-
-def test_the_clock_counts_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10, 30])
-    with monkeypatch.context() as patched:
-        patched.setattr("time.perf_counter_ns", lambda: next(times))
-        clock = HostClock()
-        assert clock.nanoseconds == 0
-        clock.stop()
-    assert clock.nanoseconds == 20

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -124,17 +123,6 @@ def test_batches_that_go_on_are_heard_where_beats_are_not(run_path: Path, hosts:
         time.sleep(2 * TIMEOUT + 1)
         assert all(map(BaseProcess.is_alive, children))
         assert [unheard(run_path, rank) for rank in range(2)] == ["", ""]
-
-
-@pytest.mark.parametrize("stopped", [0, 1])  # the store is on the first host
-def test_a_host_that_is_stopped_is_shown_and_ends_the_other(
-    run_path: Path, hosts: Hosts, stopped: int
-) -> None:
-    with two_hosts(run_path, hosts) as children:
-        assert children[stopped].pid is not None
-        os.kill(children[stopped].pid, signal.SIGSTOP)
-        until(lambda: "not heard" in unheard(run_path, 1 - stopped), 10.0)
-        until(lambda: not children[1 - stopped].is_alive(), TIMEOUT + SLACK)
 
 
 def test_its_own_pause_is_not_the_silence_of_others(

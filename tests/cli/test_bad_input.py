@@ -52,10 +52,6 @@ def make_files(folder: Path) -> None:
         "wide": {**COSTS, "bytes_per_expert": 10**400},
         "thin": {**COSTS, "link_bytes_per_second": 1e-300},
     }
-    for name in ("list", "binary", "deep", "pipe"):  # models with such a configuration
-        (folder / f"model-{name}").mkdir()
-        target = folder / (name if name == "pipe" else f"{name}.json")
-        (folder / f"model-{name}" / "config.json").symlink_to(target)
     for name, value in (configs | costs).items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     arrays(folder / "good.npz", topk_ids=IDS, metadata=np.array('{"num_experts": 128}'))
@@ -111,7 +107,6 @@ BAD = [
     *((*RECORD, "--port", value) for value in ("0", "65536", "x")),
     *((*RECORD, "--seconds", value) for value in ("nan", "inf", "0")),
     *((*BENCH, "--timeout", value) for value in ("nan", "inf", "0")),
-    *(("vllm", f"model-{name}", *VLLM[2:]) for name in ("list", "binary", "deep", "pipe")),
     *((*VLLM, "--timeout-seconds", value) for value in ("nan", "inf", "1e300")),
     *((*VLLM, "--port", value) for value in ("-1", "65536", HUGE)),
     *(
@@ -145,19 +140,6 @@ def test_bad_input_is_one_line(
     assert main(list(words)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ultraep-serve: error: ")
-
-
-def test_domains_larger_than_the_group_are_the_group(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    found = []
-    for more in ((), ("--domain-size", HUGE, "--limit", HUGE)):
-        words = ["replay", "good.npz", *REPLAY, "--json", "found.json", *more]
-        assert main(words) == 0
-        document = json.loads((folder / "found.json").read_text())
-        found.append(document["policies"]["quota"]["imbalance_after"])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("words", [["--version"], ["replay", "good.npz", *REPLAY]], ids=" ".join)

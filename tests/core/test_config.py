@@ -93,16 +93,11 @@ def test_the_environment_carries_every_field(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_operator_set_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_OPERATOR", "mine")
-    defaults = {"OF_THE_OPERATOR": "default", "NOT_SET": "default"}
-    environment = child_environment(BalanceConfig().to_json(), defaults)
-    assert environment["OF_THE_OPERATOR"] == "mine"
-    assert environment["NOT_SET"] == "default"
-
-
-def test_an_environment_can_leave_balancing_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, "{}")
-    environment = child_environment(None, {"NOT_SET": "default"})
+    defaults = {"OF_THE_OPERATOR": "default", "NOT_SET": "default"}
+    environment = child_environment(None, defaults)  # with balancing switched off
     assert CONFIG_VARIABLE not in environment
+    assert environment["OF_THE_OPERATOR"] == "mine"
     assert environment["NOT_SET"] == "default"
 
 

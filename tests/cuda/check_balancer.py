@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -154,110 +153,6 @@ def test_speeds_that_differ() -> None:
         names = ("skewed", "forced")
         filled = run_ranks(compare, 2, run_path, setup, names, timeout_seconds=400.0)
     assert sum(filled) > 0
-
-
-def turn_out_otherwise(rank: int, run_path: Path, setup: Setup) -> int:
-    """Slots filled in layers that all ranks expected to be left alone, whatever came how late."""
-    search_briefly()
-    masters = setup.shape.num_masters
-    is_there = property(lambda page: rank != setup.shape.num_ranks - 1)  # the last rank's is late
-    late = mock.patch.object(PendingBatch, "is_done", is_there)
-    late.start()
-    rigs = host_rig(rank, run_path, setup), device_rig(rank, run_path, setup)
-    balancer, every_layer = rigs[1].balancer, {(layer, 0) for layer in range(LAYERS)}
-    routed = (even(rank), even(rank), skewed(rank).long(), skewed(rank), even(rank))
-    expected = (set(), set(), every_layer, every_layer, set())  # of the batch before last
-    filled = [0] * len(routed)
-    for batch, ids in enumerate(routed):
-        for layer in range(LAYERS):
-            host, device = (rig.balancer.route(layer, ids, 100) for rig in rigs)
-            assert device.dtype == ids.dtype
-            assert torch.equal(host.long(), device.long()), (batch, layer)
-            filled[batch] += compare_slots(rank, rigs, layer, masters)
-            assert balancer._expected.left_alone == expected[batch]
-            for rig in rigs:
-                rig.balancer.receive()
-                rig.balancer.computed()
-    late.stop()
-    for _ in routed:
-        balancer.computed()
-    assert rigs[0].recorder.events == rigs[1].recorder.events
-    rigs[1].fabric.require_peers()
-    rigs[1].fabric.exchange(torch.zeros(rigs[1].fabric.limits.row_width, dtype=torch.int32))
-    assert filled[0] == filled[1] == filled[4] == 0
-    return filled[2]
-
-
-@pytest.mark.parametrize("relay", ["never", "always"])
-def test_a_layer_that_was_expected_to_be_left_alone_is_balanced_all_the_same(relay: str) -> None:
-    """In the launch that plans; others send beside it."""
-    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, relay=relay)
-    with fresh_run_path() as run_path:
-        filled = run_ranks(turn_out_otherwise, 4, run_path, setup, timeout_seconds=400.0)
-    assert sum(filled) > 0
-
-
-def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
-    """Replicas that each of two micro-batches read, the second routed before the first computes."""
-    search_briefly()
-    shape, rig = setup.shape, device_rig(rank, run_path, setup)
-    wanted = skewed(rank if setup.view is TokenView.OWN else 0)
-    ids = [wanted, 7 - wanted.clamp(min=0)]
-    replicas = [0, 0]
-    for layer in range(LAYERS):
-        routed = [rig.balancer.route(layer, own, 100, number) for number, own in enumerate(ids)]
-        for number, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
-            rig.balancer.receive(number)
-            slots = slots_read(rank, shape, layer, rig, logical, physical)
-            assert {slot // shape.num_replica_slots for slot in slots} <= {number}
-            replicas[number] += len(slots)
-        for number in range(2):
-            rig.balancer.computed(number)
-    assert [(event["batch"], event["layer"]) for event in rig.recorder.events] == [
-        (1, layer) for layer in range(LAYERS) for _ in ids
-    ]
-    rig.recorder.policy = Policy.OFF
-    for layer in range(LAYERS):
-        for number, own in enumerate(ids):
-            rig.balancer.route(layer, own, 100, number)
-        for number in range(2):
-            rig.balancer.computed(number)
-    assert rig.recorder.events[2 * LAYERS :] == [Decision.POLICY_OFF]
-    rig.fabric.exchange(torch.zeros(rig.fabric.limits.row_width, dtype=torch.int32))
-    rig.fabric.require_peers()
-    return replicas
-
-
-def slots_read(
-    rank: int,
-    shape: ExpertShape,
-    layer: int,
-    rig: Rig,
-    logical: torch.Tensor,
-    physical: torch.Tensor,
-) -> list[int]:
-    """Slots of ``rank`` among ``physical`` ids, which all hold what ``logical`` ones mean."""
-    found = []
-    for expert, place in zip(logical.view(-1).tolist(), physical.view(-1).tolist(), strict=True):
-        owner, local = divmod(place, shape.num_local)
-        if place < 0 or owner != rank:
-            continue
-        home, index = divmod(expert, shape.num_masters)
-        masters = masters_of(home, layer, shape.num_masters)
-        for tensor, master in zip(rig.layers[layer].tensors, masters, strict=True):
-            assert torch.equal(tensor[local], master[index])
-        if local >= shape.num_masters:
-            found.append(local - shape.num_masters)
-    return found
-
-
-@pytest.mark.parametrize("view", list(TokenView))
-def test_overlapping_micro_batches_keep_their_slots(view: TokenView) -> None:
-    """What the first copied is there when it computes, after the second has copied too."""
-    setup = Setup(ExpertShape(2, 8, 1, num_micro_batches=2), view)
-    with fresh_run_path() as run_path:
-        replicas = run_ranks(overlap, 2, run_path, setup, timeout_seconds=400.0)
-    assert all(sum(of_batch) > 0 for of_batch in zip(*replicas, strict=True))
 
 
 @pytest.mark.parametrize("view", list(TokenView))

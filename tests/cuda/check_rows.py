@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, UNKNOWN
-from ultraep_kernels.device.count import count, new_count_buffers
+from ultraep_kernels.device.count import count
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
-from ultraep_kernels.device.plan import Gate, new_plan_buffers, plan
+from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
@@ -111,36 +111,3 @@ def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None
     row = row_of(load)
     load[1], load[3] = load[3].clone(), load[1].clone()  # the same sum
     assert torch.equal(row[CHECKSUM], row_of(load)[CHECKSUM]) == has_load
-
-
-@pytest.mark.parametrize("num_slots", [0, 1])
-def test_a_batch_whose_policy_is_off_rests_until_the_next_begins(
-    bench: Bench, num_slots: int
-) -> None:
-    """Neither counted nor summed: what a later layer finds in its buffers stays there."""
-    shape, device = ExpertShape(2, 8, num_slots), bench.device
-    loads = zipf_loads(shape, 1.0, 3, 400)
-    status, own = new_status(device), new_plan_buffers(2, 8, num_slots, device)
-    counts = new_count_buffers(64, 8, device)
-    choice = torch.zeros(3, dtype=torch.int32, device=device)
-    ids = torch.zeros((64, 1), dtype=torch.int32, device=device)
-
-    def layer(policy: Policy, begins: bool) -> tuple[int, int, int]:
-        counts.total.zero_()
-        own.found.expert_load.zero_()
-        rows = rows_of(bench, loads, policy)
-        counted = count(
-            ids, 8, choice=choice, buffers=counts, decision=own.found.decision, begins=begins
-        )
-        found = plan(
-            rows[:, HEADER_WIDTH:], num_slots, 0, status, rows=rows, buffers=own, begins=begins
-        )
-        arrived = found.expert_load.sum().item()
-        return found.decision.item(), int(counted.load.sum()), int(arrived)
-
-    everything = int(loads.sum())
-    assert layer(Policy.OFF, begins=True) == (Decision.POLICY_OFF, 64, everything)
-    assert layer(Policy.QUOTA, begins=False) == (Decision.POLICY_OFF, 0, 0)
-    assert layer(Policy.QUOTA, begins=True) == (Decision.PLANNED, 64, everything)
-    assert layer(Policy.QUOTA, begins=False) == (Decision.PLANNED, 64, everything)
-    assert not any(own.attempts.turns.tolist() + counts.turns.tolist())

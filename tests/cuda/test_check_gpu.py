@@ -99,19 +99,6 @@ def test_the_file_names_machine_and_commit_but_no_host_and_no_folder(
     assert socket.gethostname() not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("in /a/b/c.py, line 3", "in .../c.py, line 3"),
-        ("PATH=/a/b:/c/d/e", "PATH=.../b:.../e"),
-        ("see https://docs.nvidia.com/cuda/x", "see https://docs.nvidia.com/cuda/x"),
-        ("GB/s, and/or 3/4", "GB/s, and/or 3/4"),
-    ],
-)
-def test_which_texts_lose_their_folders(program: Any, text: str, kept: str) -> None:
-    assert program.without_names(text) == kept
-
-
 def test_resuming_makes_only_parts_without_a_result(
     program: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

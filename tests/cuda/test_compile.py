@@ -86,29 +86,3 @@ def test_polls_do_not_write(compiled: list[Row]) -> None:
     if not hasattr(tl, "atomic_load"):
         pytest.skip("this Triton has no atomic loads")
     assert {row["name"] for row in compiled if row["polling_atomics"]} == set()
-
-
-def test_the_longest_path_takes_the_longer_branch_and_every_loop_once() -> None:
-    pytest.importorskip("triton", reason="the kernels are written in Triton")
-    from tests.support.offline import LongestPath, longest_path
-
-    ptx = """
-.visible .entry kernel(
-)
-{
-	.reg .pred 	%p<3>;
-	mov.u32 	%r1, %tid.x;            // 1
-	@%p1 bra 	$L__BB0_3;              // 2
-	bra.uni 	$L__BB0_1;               // 3
-$L__BB0_3:                               // runs last, though it lies here
-	bar.sync 	0;                      // 8
-	ret;                                 // 9
-$L__BB0_1:
-	shfl.sync.bfly.b32 	%r2, %r1, 1, 31, -1; // 4
-$L__BB0_2:
-	add.s32 	%r1, %r1, 1;             // 5
-	@%p2 bra 	$L__BB0_2;              // 6
-	bra.uni 	$L__BB0_3;               // 7
-}
-"""
-    assert longest_path(ptx) == LongestPath(instructions=9, steps=2, loops=1)

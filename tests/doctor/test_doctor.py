@@ -6,7 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +20,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.doctor.gpus import check_gpus
 from ultraep_serve.doctor.memory import check_memory, check_shared_memory, checkpoint_bytes
-from ultraep_serve.doctor.serving import check_flags, check_hosts, check_model, check_server
+from ultraep_serve.doctor.serving import check_hosts, check_model, check_server
 from ultraep_serve.doctor.versions import check_versions
 from ultraep_serve.engines.common.launch import RankCount
 from ultraep_serve.errors import ConfigError
@@ -170,13 +170,6 @@ def test_a_damaged_checkpoint_is_an_error(content: bytes, model: str) -> None:
     assert statuses(check_memory(Subject(model=model), GIB)) == [Status.ERROR]
 
 
-def test_what_the_launcher_refuses_is_an_error_of_the_same_words() -> None:
-    (refused,) = check_flags(Subject(refusal="a; b; do c"))
-    assert (refused.status, refused.seen, refused.remedy) == (Status.ERROR, "a; b", "do c")
-    assert statuses(check_flags(Subject(refusal=""))) == [Status.OK]
-    assert check_flags(Subject()) == []
-
-
 @pytest.mark.parametrize(
     ("ranks", "here", "domain", "status", "words"),
     [
@@ -260,9 +253,6 @@ def test_no_engine_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "set()"
-
-
-Run = Callable[[str], tuple[int, str]]
 
 
 def test_every_problem_has_a_remedy(model: str, shm: Path, installed: None) -> None:

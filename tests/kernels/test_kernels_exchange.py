@@ -27,17 +27,6 @@ def post(segments: list[np.ndarray], rank: int, epoch: int) -> None:
     post_row(address, address + FLAG_BYTES, epoch, row_of(rank, epoch))
 
 
-def test_all_rows_of_an_epoch_arrive(segments: list[np.ndarray]) -> None:
-    flags = flags_of(segments)
-    for epoch in range(1, 6):
-        for rank in range(RANKS):
-            assert wait_flags(flags, epoch, 3) == rank  # those before have arrived
-            post(segments, rank, epoch)
-        assert wait_flags(flags, epoch, 1) == RANKS
-        rows = gather_rows(flags + FLAG_BYTES, epoch, WIDTH)
-        assert np.array_equal(rows, [row_of(rank, epoch) for rank in range(RANKS)])
-
-
 def test_a_fast_rank_does_not_overwrite_what_others_still_read(segments: list[np.ndarray]) -> None:
     flags = flags_of(segments)
     for rank in range(RANKS):

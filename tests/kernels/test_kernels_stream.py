@@ -60,17 +60,6 @@ def test_about_a_square_root_of_the_replicas_are_relays(replicas: int, relays: i
     assert max(by_rank.values()) <= max(relays, -(-replicas // relays))
 
 
-@pytest.mark.parametrize(("min_saved", "busiest"), [(1, 3), (3, 3), (4, 6)])
-def test_relays_are_used_where_they_spare_the_busiest_link_enough(
-    min_saved: int, busiest: int
-) -> None:
-    """Of 8 ranks one sends 6 copies: two to relays, that forward two each, and one besides."""
-    slot_expert = np.full((8, 1), -1, dtype=np.int32)
-    slot_expert[1:7, 0] = [0, 0, 0, 0, 0, 1]
-    parents = relay_parents(slot_expert, 16, "auto", min_saved)
-    assert max(sends(slot_expert, parents, 16).values()) == busiest
-
-
 def test_relays_are_used_or_not_whatever_they_spare_if_the_mode_says_so() -> None:
     assert (relay_parents(fan_out(7, ranks=8), 2, "never", 0) == -1).all()
     assert (relay_parents(fan_out(2, ranks=3), 2, "always", 99) >= 0).any()
@@ -117,11 +106,6 @@ class Ranks:
         given = self.parents, self.slot_expert, masters, tables, rank, epoch, progress
         return bool(stream_chunks(*given, spins=2))
 
-    def slot(self, rank: int, slot: int, tensor: int) -> np.ndarray:
-        slots = self.slot_expert.shape[1]
-        start = slots * sum(SIZES[:tensor]) + slot * SIZES[tensor]
-        return self.pools[rank][start : start + SIZES[tensor]]
-
 
 CHUNKS = np.array(
     [
@@ -146,27 +130,6 @@ def make_ranks(slot_expert: np.ndarray, parents: np.ndarray, masters: int) -> Ra
         slot_expert=slot_expert,
         parents=parents,
     )
-
-
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_slots_get_their_masters_bytes(mode: str) -> None:
-    slot_expert = np.array([[-1, 13], [0, 1], [0, -1], [0, 3], [0, 1], [0, 2]], dtype=np.int32)
-    ranks = make_ranks(slot_expert, relay_parents(slot_expert, 7, mode), masters=7)
-    for epoch in (1, 2):
-        progress = [np.zeros(slot_expert.shape, dtype=np.int64) for _ in range(6)]
-        waiting = set(range(6))
-        for rank in [5, 4, 3, 2, 1, 0] * 3:  # owners last, so that relays have to wait
-            if rank in waiting and ranks.step(rank, epoch, progress[rank]):
-                waiting.remove(rank)
-        assert not waiting
-        for rank, slot in np.ndindex(slot_expert.shape):
-            expert = slot_expert[rank, slot]
-            for tensor in range(len(SIZES)):
-                got = ranks.slot(rank, slot, tensor)
-                expected = ranks.masters[expert // 7][tensor][expert % 7]
-                assert np.array_equal(got, expected) if expert >= 0 else (got == 0xFF).all()
-        for pool in ranks.pools:
-            pool[:] = 0xFF
 
 
 def test_a_relay_does_not_forward_what_has_not_arrived() -> None:

@@ -16,7 +16,7 @@ import pytest
 from ultraep_lab import api
 from ultraep_lab.comparators import own, policy_function
 from ultraep_serve.cli import main
-from ultraep_serve.errors import ConfigError, PlanError
+from ultraep_serve.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LOADS = np.array([[40, 5, 0, 1], [10, 4, 1, 3]])
@@ -125,17 +125,3 @@ def test_a_package_offers_a_policy(at_docs: Path, monkeypatch: pytest.MonkeyPatc
 def test_plans_need_what_they_are_of() -> None:
     with pytest.raises(ConfigError, match="need ranks"):
         api.plan([1, 2])
-
-
-def test_a_policy_that_fails_in_a_replay_is_named() -> None:
-    trace = api.LoadTrace(loads=LOADS[None, None])
-    with pytest.raises(PlanError, match=r"policy lambda.* batch 0"):
-        api.replay(trace, [_named_lambda()], ranks=2)
-
-
-def _named_lambda() -> Any:
-    def function(loads: Any, context: Any, history: Any) -> Any:
-        return loads
-
-    function.__name__ = "lambda"
-    return function

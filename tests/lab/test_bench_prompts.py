@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultraep_lab.bench.prompts import (
-    COMMON_WORDS,
-    MAX_ROUNDS,
     CommonWords,
     FileText,
     Openings,
@@ -39,31 +37,10 @@ def test_length_is_met(count: Callable[[str], int], tokens: int, seed: int) -> N
     assert found >= (0.9 * tokens if count is len else tokens)
 
 
-def test_text_that_is_too_short_is_continued() -> None:
-    seeds = []
-
-    def few(num_tokens: int, seed: int) -> str:
-        seeds.append(seed)
-        return CommonWords()(num_tokens // 2, seed)
-
-    assert count_words(fitted_prompt(Openings(), few, 200, 7, count_words)) == 200
-    assert set(seeds) <= set(range(7, 7 + MAX_ROUNDS + 1))
-    assert len(set(seeds)) == len(seeds)
-
-
 @pytest.mark.parametrize("text", ["", " \n", "one"])
 def test_source_without_enough_text(text: str) -> None:
     with pytest.raises(BenchError):
         fitted_prompt(Openings(), lambda num_tokens, seed: text, 4096, 0, count_words)
-
-
-def test_openings_use_the_words_of_the_text_once() -> None:
-    text = COMMON_WORDS
-    openings = Openings()
-    words = text.split()
-    firsts = [openings.next(text).split()[0] for _ in range(len(set(words)))]
-    assert set(firsts) == set(words)
-    assert set(openings.next(text).split()) <= set(words)  # all used: repeats are better than none
 
 
 def test_file_text_wraps_around(tmp_path: Path) -> None:
@@ -80,9 +57,3 @@ def test_file_without_text(tmp_path: Path) -> None:
     for name in ("empty.txt", "binary.txt"):
         with pytest.raises(ConfigError, match=name):
             FileText(tmp_path / name)
-
-
-def test_text_without_spaces_is_cut() -> None:
-    text = "字" * 5000
-    prompt = fitted_prompt(Openings(), lambda num_tokens, seed: text, 300, 0, len)
-    assert len(prompt) == 300

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,33 +87,6 @@ def test_what_is_no_answer(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "answers.json").write_text(text)
     with pytest.raises(TraceError, match=words):
         from_vllm([tmp_path / "answers.json"])
-
-
-@pytest.mark.parametrize(
-    ("header", "words"),
-    [
-        ({"descr": "|u1", "fortran_order": False, "shape": (1 << 40, 4, 4)}, "cut the trace"),
-        ({"descr": "|u1", "fortran_order": False, "shape": (9, 9, 9)}, "not its size"),
-        ({"descr": "|O", "fortran_order": False, "shape": (1, 1, 1)}, "Python objects"),
-    ],
-)
-def test_an_array_is_refused_by_its_header(
-    tmp_path: Path, header: dict[str, Any], words: str
-) -> None:
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, header)
-    choice = {"routed_experts": base64.b64encode(stream.getvalue()).decode()}
-    answer = {"choices": [choice], "usage": {"completion_tokens": 1}}
-    (tmp_path / "answers.json").write_text(json.dumps(answer))
-    with pytest.raises(TraceError, match=words):
-        from_vllm([tmp_path / "answers.json"])
-
-
-def test_a_pipe_is_no_recording(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for read, error in ((from_vllm, ConfigError), (from_sglang, TraceError)):
-        with pytest.raises(error, match="not a regular file"):
-            read([tmp_path / "pipe"])
 
 
 @pytest.mark.engine  # imports one

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.real_traces import FOLDER, needs_real_traces
 from ultraep_lab.comparators import POLICIES, PolicyFunction
-from ultraep_lab.comparators.placement import Placement
 from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace, save_trace
 from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_lab.workloads import Workload, make_trace
-from ultraep_serve.cli import execute, main
+from ultraep_serve.cli import execute
 from ultraep_serve.errors import ConfigError, TraceError, UltraEPError
 
 POLICY_KEYS = {
@@ -174,55 +172,6 @@ def test_who_looks_at_the_past_gets_some_first(
     assert (document["trace"]["skipped"], document["batches"]) == (skipped, 6 - skipped)
 
 
-def test_history_is_the_batches_before(trace_file: Path) -> None:
-    past: list[np.ndarray] = []
-    now: list[np.ndarray] = []
-
-    def place(loads: Any, context: Any, history: Any) -> Any:
-        past.append(history)
-        now.append(loads)
-        return POLICIES["off"].place(loads, context, history)
-
-    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(2,))
-    replay(load_trace(trace_file), options, [PolicyFunction("spy", "", place)])
-    assert np.array_equal(past[-1], np.stack(now[1:-1]))
-
-
-def broken(plan: Placement, how: str) -> Placement:
-    """``plan`` of 2 slots with a mistake that a policy could make."""
-    if how == "quotas sum":
-        return replace(plan, quota=plan.quota // 2)
-    assert plan.slot_expert is not None
-    slots = plan.slot_expert.copy()
-    if how == "only on":
-        slots[:] = -1
-    else:
-        slots[0] = {"twice": (9, 9), "is on its rank": (-1, 0), "domain": (-1, 31)}[how]
-    return replace(plan, slot_expert=slots)
-
-
-@pytest.mark.parametrize("how", ["quotas sum", "twice", "is on its rank", "domain", "only on"])
-def test_wrong_plans_are_found(
-    trace_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, how: str
-) -> None:
-    """A policy that errs from batch 1 on is named, with the batch, and there is no table."""
-    calls = []
-
-    def place(loads: Any, context: Any, history: Any) -> Any:
-        calls.append(loads)
-        plan = POLICIES["quota"].place(loads, context, history)
-        return broken(plan, how) if len(calls) > 2 else plan  # once to warm up, once for batch 0
-
-    policy = PolicyFunction("hasty", "", place)
-    monkeypatch.setattr("ultraep_lab.commands.replay.policy_function", lambda _: policy)
-    words = ("--ep", 4, "--slots", 2, "--batch-tokens", 512, "--layers", 1, "--domain-size", 2)
-    assert main([str(word) for word in ("replay", trace_file, "--policy", "hasty", *words)]) == 1
-    output = capsys.readouterr()
-    assert "policy hasty, batch 1, layer 1: broken plan" in output.err
-    assert how in output.err
-    assert not output.out
-
-
 def test_trace_of_loads(tmp_path: Path) -> None:
     loads = np.random.default_rng(0).integers(0, 50, (3, 2, 4, 16))
     save_trace(tmp_path / "t.npz", LoadTrace(loads))
@@ -284,14 +233,6 @@ def test_several_traces_in_order(trace_file: Path, tmp_path: Path, capsys: Any) 
     assert json.loads(capsys.readouterr().out)["batches"] == 4
 
 
-def test_truncated_trace_leaves_no_file(trace_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.npz").write_bytes(trace_file.read_bytes()[:-40])
-    words = ("--ep", 4, "--batch-tokens", 512, "--policy", "quota", "--json", tmp_path / "r.json")
-    with pytest.raises(TraceError, match="truncated"):
-        command("replay", tmp_path / "t.npz", *words)
-    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
-
-
 def test_make_trace_then_replay(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "t.npz"
     sizes = ("--experts", 48, "--top-k", 4, "--layers", 2, "--tokens", 1024, "--ep", 6)
@@ -336,33 +277,3 @@ def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
         command(*replayed, "--ep", 2)
     with pytest.raises(ConfigError, match="2 numbers for 4 ranks"):
         command(*replayed, "--ep", 4, "--speeds", "1,0.5")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--straggler", 0),
-        ("--experts", 50, "--ep", 8),
-        ("--imbalance", 9),
-        ("--tokens", 1 << 50),
-        ("--top-k", 4096),
-    ],
-)
-def test_make_trace_leaves_no_partial_file(tmp_path: Path, words: tuple[object, ...]) -> None:
-    with pytest.raises((ConfigError, TraceError)):
-        command("make-trace", *words, "--out", tmp_path / "t.npz")
-    with pytest.raises(ConfigError, match="npz"):
-        command("make-trace", "--out", tmp_path / "t.txt")
-    assert not list(tmp_path.iterdir())
-
-
-@needs_real_traces
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_real_routing(num_slots: int, tmp_path: Path) -> None:
-    words = ("--ep", 8, "--slots", num_slots, "--batch-tokens", 2048, "--json", tmp_path / "r.json")
-    command("replay", FOLDER / "law.npz", *words, "--policy", "off", "--policy", "quota")
-    document = json.loads((tmp_path / "r.json").read_text())
-    assert document["batches"] == 4
-    assert document["policies"]["off"]["imbalance_after"]["mean"] == pytest.approx(1.387, abs=1e-3)
-    after = document["policies"]["quota"]["imbalance_after"]["mean"]
-    assert after <= (1.005 if num_slots == 2 else 1.02)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.real_traces import FOLDER, needs_real_traces
 from ultraep_lab.store import load_trace, save_trace
 from ultraep_lab.trace import (
     DECODE,
@@ -59,19 +58,6 @@ def test_load_trace_round_trip(tmp_path: Path, shape: tuple[int, ...]) -> None:
     assert found.phase is not None
     assert found.phase.tolist() == [0, 1][: shape[0]]
     assert found.metadata == {"model": "made up"}
-
-
-@needs_real_traces
-@pytest.mark.parametrize(("name", "num_tokens"), [("intent", 8222), ("law", 8327)])
-def test_real_traces(name: str, num_tokens: int) -> None:
-    trace = load_trace(FOLDER / f"{name}.npz")
-    assert isinstance(trace, Trace)
-    assert (trace.num_tokens, trace.num_layers, trace.num_experts) == (num_tokens, 26, 64)
-    cut = list(batches(trace, 2048, 8))
-    assert len(cut) == 4
-    assert cut[0].shape == (26, 8, 64)
-    expected = np.bincount(trace.topk_ids[2048 + 256 : 2048 + 512, 7].ravel(), minlength=64)
-    assert np.array_equal(cut[1][7, 1], expected)
 
 
 def test_batches_are_consecutive_tokens_split_contiguously() -> None:
@@ -157,21 +143,6 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(TraceError):
             load_trace(path)
-
-
-def test_damaged_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
-    """Wherever a byte is wrong: the trace is read (names, times) or refused."""
-    path = tmp_path / "t.npz"
-    save_trace(path, token_trace())
-    whole = bytearray(path.read_bytes())
-    for position in range(0, len(whole), 5):
-        damaged = whole.copy()
-        damaged[position] ^= 0xFF
-        path.write_bytes(damaged)
-        try:
-            load_trace(path)
-        except TraceError:
-            continue
 
 
 @pytest.mark.parametrize("shape", ["(1000000000000, 26, 6)", "(-5, 2, 2)", "(10, 2, 2)"])

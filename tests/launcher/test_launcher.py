@@ -92,18 +92,6 @@ def test_the_sidecar_can_be_left_out(flags: list[str], become: Become) -> None:
     assert become("vllm", "--port", str(free_port()), *flags)[1].sidecar is None
 
 
-def test_a_file_of_settings_reaches_the_engine_and_flags_override_it(
-    become: Become, tmp_path: Path
-) -> None:
-    file, port = tmp_path / "ultraep.yaml", free_port()
-    file.write_text(f"slots: 3\nmax_imbalance: 1.5\nsidecar: {{port: {port}}}\n")
-    flags = ["--ultraep-config", str(file), "--slots", "4", "--port", str(free_port())]
-    config = become("vllm", *flags)[1]
-    assert (config.slots, config.max_imbalance) == (4, 1.5)
-    assert config.sidecar is not None
-    assert config.sidecar.port == port
-
-
 def test_a_wrong_file_of_settings_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

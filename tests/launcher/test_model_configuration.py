@@ -10,7 +10,6 @@ from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.launch import check_experts, count_experts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.system.files import read_text
 
 
 def gigabytes(path: Path) -> None:
@@ -71,9 +70,3 @@ def test_a_model_that_is_not_here_is_left_to_the_engine(
     Path("config.json").touch()
     check_experts(model, "vLLM", BalanceConfig(), 2)
     assert count_experts(model) is None
-
-
-def test_names_that_no_file_has_are_errors() -> None:
-    for name in ("a" * 5000, "a\0b"):
-        with pytest.raises(ConfigError, match="cannot be read"):
-            read_text(Path(name), "the model's configuration")

@@ -7,7 +7,7 @@ import pytest
 
 from ultraep_serve.plan.checks import check_plan, imbalance_floor
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
+from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
 
@@ -38,12 +38,6 @@ def skewed(shape: ExpertShape, seed: int, tokens: int = 4096) -> np.ndarray:
     return loads.astype(np.int32)
 
 
-def test_no_tokens() -> None:
-    shape = ExpertShape(4, 28, 2)
-    loads = np.zeros((4, 28), np.int32)
-    assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
-
-
 def test_all_tokens_on_one_expert() -> None:
     shape = ExpertShape(8, 56, 1)  # L = 7 is prime
     loads = np.zeros((8, 56), np.int32)
@@ -51,26 +45,6 @@ def test_all_tokens_on_one_expert() -> None:
     plan = plan_all(loads, shape)
     assert sorted(plan.slot_expert.ravel().tolist()) == [-1] + [9] * 7
     assert imbalance(plan.quota.sum(0)) <= 1.002
-
-
-def test_one_rank_has_nowhere_to_copy_to() -> None:
-    shape = ExpertShape(1, 8, 2)
-    loads = skewed(shape, seed=0)
-    assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
-
-
-def test_without_slots_every_expert_stays() -> None:
-    shape = ExpertShape(4, 16, 0)
-    loads = skewed(shape, seed=1)
-    plan = plan_all(loads, shape)
-    assert plan.slot_expert.shape == (4, 0)
-    assert np.array_equal(plan.quota.sum(0), loads.sum(0).reshape(4, 4).sum(1))
-
-
-def test_more_slots_than_foreign_experts() -> None:
-    shape = ExpertShape(2, 4, 8)
-    plan = plan_all(np.array([[9, 5, 0, 0], [1, 5, 0, 0]], np.int32), shape)
-    assert plan.quota.sum(0).tolist() == [10, 10]
 
 
 @pytest.mark.parametrize("shape", [ExpertShape(8, 64, 2), ExpertShape(4, 28, 1)])
@@ -88,24 +62,6 @@ def test_counts_near_the_largest() -> None:
     loads[0, 5] = 1
     plan = plan_all(loads, shape)
     assert imbalance(plan.quota.sum(0, dtype=np.int64)) <= 1.002
-
-
-@pytest.mark.parametrize("num_ranks", [56, 64])
-def test_many_experts(num_ranks: int) -> None:
-    """896 experts, 16 per token: L is 16 and 14; hot ones anywhere."""
-    shape = ExpertShape(num_ranks, 896, 2)
-    order = np.random.default_rng(4).permutation(896)
-    plan = plan_all(skewed(shape, seed=4, tokens=16 * 1024)[:, order], shape)
-    assert imbalance(plan.quota.sum(0)) <= 1.005
-
-
-def test_source_ranks_without_tokens() -> None:
-    shape = ExpertShape(4, 28, 2)
-    loads = skewed(shape, seed=2)
-    loads[[0, 2]] = 0
-    plan = plan_all(loads, shape)
-    assert not plan.share.any()
-    assert imbalance(plan.quota.sum(0)) <= 1.005
 
 
 def test_dtype_and_layout_do_not_matter() -> None:
@@ -135,26 +91,6 @@ def test_known_plan() -> None:
     assert plan.slot_expert.tolist() == [[-1], [0]]
     assert plan.quota.tolist() == [[30, 30], [20, 0], [0, 10], [0, 10]]
     assert plan.share.tolist() == [[30, 10], [10, 0], [0, 10], [0, 0]]
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(8))
-def test_two_ranks_are_as_good_as_can_be(num_slots: int, seed: int) -> None:
-    """The busier rank can shed its S largest experts at most; fewer copies when they suffice."""
-    shape = ExpertShape(2, 16, num_slots)
-    loads = np.random.default_rng(seed).multinomial(
-        4096, np.random.default_rng(seed).dirichlet(np.linspace(2, 0.1, 16)), size=2
-    )
-    plan = plan_all(loads, shape)
-    experts = loads.sum(0).reshape(2, 8)
-    busy = experts[experts.sum(1).argmax()]
-    movable = np.sort(busy)[::-1][:num_slots].cumsum()
-    mean = loads.sum() / 2
-    best = max(np.ceil(mean), busy.sum() - movable[-1])
-    reached = plan.quota.sum(0).max()
-    assert reached <= max(best, mean * (1 + 1.5 / 512))
-    enough = np.flatnonzero(busy.sum() - movable <= reached)
-    assert (plan.slot_expert >= 0).sum() == enough[0] + 1
 
 
 @pytest.mark.parametrize("domain_size", [1, 2, 3, 4, 8])
@@ -198,10 +134,6 @@ def test_bad_arguments_are_named(
 def test_experts_must_divide_over_ranks() -> None:
     with pytest.raises(ValueError, match="multiple"):
         PlanContext.of(ExpertShape(4, 15, 2))
-
-
-def test_warm_up_takes_any_shape() -> None:
-    warm_up(ExpertShape(8, 56, 0))
 
 
 HOT = np.array([[4, 0], [4, 0]], np.int32)  # expert 0 of rank 0 is all there is

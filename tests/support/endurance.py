@@ -116,8 +116,10 @@ def kill_one(batches: RandomBatches, death: Death) -> list[str]:
             expected = signal.SIGALRM if death.delay_seconds else death.number
             if outcome.signal != expected:
                 wrong.append(f"rank {rank} did not die: {outcome}")
-        elif outcome.timed_out or outcome.signal or outcome.error or not report.lost:
+        elif outcome.timed_out or outcome.signal or outcome.error:
             wrong.append(f"rank {rank} did not notice: {outcome}")
+        elif "has died; restart the engine" not in report.lost:
+            wrong.append(f"rank {rank} does not say why it ended: {report.lost!r}")
         elif report.inexact or report.corrupt_slots:
             wrong.append(f"rank {rank}: {report.inexact} outputs differ, {report.corrupt_slots = }")
     return wrong

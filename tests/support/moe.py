@@ -19,15 +19,14 @@ __all__ = ["TinyMoE", "apply_experts", "expert_bytes_equal", "poison"]
 class TinyMoE:
     """Weights of all layers, made from the seed alone, so that every rank can make any of them.
 
-    ``exact`` weights are small integers: every sum of products is exact in float32, so any order of
-    summation, and any rank that computes it, gives the same bits.
+    They are small integers: every sum of products is exact in float32, so any order of summation,
+    and any rank that computes it, gives the same bits.
     """
 
     shape: ExpertShape
     num_layers: int = 3
     hidden: int = 16  # H
     inner: int = 24  # I
-    exact: bool = True
     seed: int = 0
 
     def weights(self, layer: int) -> list[torch.Tensor]:
@@ -49,9 +48,7 @@ class TinyMoE:
         return self._numbers(rng, (num_tokens, self.hidden))
 
     def _numbers(self, rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-        if self.exact:
-            return torch.from_numpy(rng.integers(-2, 3, size=shape, dtype=np.int8)).float()
-        return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
+        return torch.from_numpy(rng.integers(-2, 3, size=shape, dtype=np.int8)).float()
 
 
 def apply_experts(

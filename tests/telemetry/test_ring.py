@@ -9,16 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.ring_files import SHAPE, create, planned, write
+from tests.support.ring_files import create, planned, write
 from ultraep_serve.errors import RingError
-from ultraep_serve.telemetry import record as layout
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
-from ultraep_serve.telemetry.record import LayerRecord, record_dtype
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.ring import (
-    HEADER_BYTES,
-    HEADER_DTYPE,
     RingState,
     SelfCheck,
     SelfCheckOutcome,
@@ -64,13 +61,6 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
     assert 0 <= age < 60
     assert 0 < record["time_ns"] <= before_ns
     recorder.close()
-
-
-def test_the_packed_head_is_the_dtype() -> None:
-    fields = record_dtype(SHAPE).fields
-    assert fields is not None
-    assert fields["load_before"][1] == layout._HEAD.size
-    assert HEADER_DTYPE.itemsize == HEADER_BYTES
 
 
 @pytest.mark.parametrize(
@@ -145,19 +135,6 @@ def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_the_policy_in_the_header_follows_the_batches(tmp_path: Path) -> None:
-    recorder = create(tmp_path)
-    reader = RingReader(RunFiles(tmp_path).ring(0))
-    recorder.set_policy(Policy.IDEAL)
-    assert reader.header().policy is Policy.IDEAL
-    write(recorder, 0)
-    recorder.count_batch(Decision.SMALL)  # says nothing about the policy
-    assert reader.header().policy is Policy.QUOTA
-    recorder.count_batch(Decision.POLICY_OFF)
-    assert reader.header().policy is Policy.OFF
-    recorder.close()
-
-
 def test_states_and_heartbeat_decide_who_is_alive(tmp_path: Path) -> None:
     recorder = create(tmp_path)
     reader = RingReader(RunFiles(tmp_path).ring(0))
@@ -182,22 +159,6 @@ def test_the_file_is_private_and_leaves_nothing_beside_it(tmp_path: Path) -> Non
     assert RunFiles(tmp_path).ring(0).stat().st_mode & 0o777 == 0o600
     with pytest.raises(RingError, match="cannot create"):
         create(tmp_path / "missing")
-
-
-def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
-    first = create(tmp_path)
-    write(first, 0)
-    reader = RingReader(RunFiles(tmp_path).ring(0))
-    reader.poll()
-    second = create(tmp_path, shape=ExpertShape(2, 8, 1), ring_records=32)
-    write(second, 5, load_before=[1, 2], load_after=[1, 2], slot_expert=-1)
-    write(first, 1)  # the old writer writes to a file without a name
-    poll = reader.poll()
-    assert poll.replaced
-    assert poll.records["batch"].tolist() == [5]
-    assert not reader.poll().replaced
-    second.close()
-    first.close()
 
 
 @pytest.mark.parametrize("damage", ["deleted", "replaced", "truncated"])

@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -41,14 +40,6 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in place of /dev/shm, so that servers of this machine are left alone."""
     monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     return tmp_path
-
-
-def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
-    directory = RunDirectory.create("8000")
-    assert directory.path.stat().st_mode & 0o777 == 0o700
-    (directory.path / "ring-0").write_bytes(b"x")
-    directory.leave()
-    assert list(shared_memory.iterdir()) == []
 
 
 def test_two_runs_of_one_name_collide(shared_memory: Path) -> None:
@@ -143,7 +134,9 @@ def test_a_process_that_locks_shared_memory_is_named(
 
 def test_the_last_process_to_leave_removes_it(shared_memory: Path) -> None:
     first = RunDirectory.create("x")
+    assert first.path.stat().st_mode & 0o777 == 0o700
     second = RunDirectory.join("x")
+    (first.path / "ring-0").write_bytes(b"x")
     first.leave()
     first.leave()  # once is enough
     assert running_run_directories() == [second.path]
@@ -212,19 +205,6 @@ def test_a_fork_does_not_hold_the_directory_of_a_killed_process(shared_memory: P
     os.waitpid(child, 0)
     for descriptor in (read, is_forked, says):
         os.close(descriptor)
-
-
-def test_a_server_is_found_by_its_port(shared_memory: Path) -> None:
-    """Its first process listens there; another one's run has another name."""
-    mine = RunDirectory.create(name_of_run(os.getpid(), 1))
-    other = RunDirectory.create(name_of_run(1, 1))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert find_run(port=port) == mine.path
-    with pytest.raises(NoServerError, match=f"answers on port {port}"):
-        find_run(port=port)
-    mine.leave()
-    other.leave()
 
 
 def test_several_servers_are_listed_with_what_tells_them_apart(shared_memory: Path) -> None:
