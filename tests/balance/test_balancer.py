@@ -10,7 +10,7 @@ import torch
 from ultraep_kernels.contract import TIME
 
 from tests.support.ring_files import KeepsNothing
-from ultraep_serve.balance.backend import CHUNK_BYTES, GroupSetup, row_width
+from ultraep_serve.balance.backend import CHUNK_BYTES, GroupSetup
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.physical import forced_ids, identity_table
@@ -164,23 +164,6 @@ def test_balanced_layers_are_left_alone() -> None:
     assert rig.fabric.streams == 0
 
 
-def test_a_rank_of_half_the_speed_gets_half_as_much() -> None:
-    rig = Rig(speeds="1.0,0.5")
-    ids = skewed(96)
-    physical = rig.route(ids)
-    record = rig.notes.records[-1]
-    assert record.speed.tolist() == [1024, 512]
-    assert record.load_before.tolist() == [168, 0]
-    assert record.load_after.tolist() == [112, 56]
-    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
-    assert by_rank.tolist() == [112, 56]
-    uneven = torch.tensor([[0, 1], [2, 4]], dtype=torch.int32).repeat(8, 1)
-    rig.route(torch.cat([uneven, uneven[:8]]))  # 36 to 12
-    assert rig.decision is Decision.PLANNED
-    rig.route(torch.tensor([[0, 1, 4]], dtype=torch.int32).repeat(16, 1))
-    assert rig.decision is Decision.BALANCED
-
-
 def test_the_source_of_speeds_holds_from_the_next_batch_on() -> None:
     rig = Rig(speeds="1.0,0.5")
     for source, layer, expected in (
@@ -264,22 +247,6 @@ def test_an_impossible_id_anywhere_means_identity(
     assert len(caplog.records) == 1
     rig.route(skewed())
     assert rig.decision is Decision.PLANNED
-
-
-def test_ranks_with_tokens_of_their_own_exchange_loads() -> None:
-    rig = Rig(TokenView.OWN)
-    assert row_width(8, TokenView.OWN) == row_width(8, TokenView.SHARED) + 8
-
-    def other_wants_rank_1(row: np.ndarray) -> np.ndarray:
-        return np.concatenate([row[:-8], row[-4:], row[-8:-4]])
-
-    rig.fabric.answer = other_wants_rank_1
-    rig.route(skewed())
-    assert rig.decision is Decision.BALANCED  # together they are
-    rig.fabric.answer = np.copy
-    rig.route(skewed())
-    assert rig.decision is Decision.PLANNED
-    assert rig.notes.records[-1].load_before.tolist() == [224, 0]
 
 
 def costs(per_expert_sent: int) -> IntegerCosts:

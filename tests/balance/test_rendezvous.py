@@ -3,15 +3,12 @@
 import os
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.host_driver import HostDriver
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.balance.memory import HandleKind
-from ultraep_serve.balance.rendezvous import GatherRendezvous, SocketRendezvous
+from ultraep_serve.balance.rendezvous import SocketRendezvous
 from ultraep_serve.errors import FabricError
 
 
@@ -102,29 +99,3 @@ def test_a_directory_may_have_a_long_name(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FabricError, match="cannot listen"):
         SocketRendezvous(tmp_path / "gone", 0, range(2), 5.0).swap(b"", [])
-
-
-def test_fabric_handles_go_through_the_engines_own_channel() -> None:
-    """Three ranks in one process; each gathers what all have said."""
-    said: dict[int, bytes] = {}
-    drivers = [HostDriver(HandleKind.FABRIC) for _ in range(3)]
-    handles = [[driver.create(driver.granularity) for _ in range(2)] for driver in drivers]
-    for listening in (False, True):
-        for rank, driver in enumerate(drivers):
-
-            def gather(data: bytes, rank: int = rank) -> Sequence[bytes]:
-                said[rank] = data
-                return [said.get(other, data) for other in range(3)]
-
-            shared = [driver.share(handle) for handle in handles[rank]]
-            handshakes = GatherRendezvous(rank, gather).swap(f"layout {rank}".encode(), shared)
-            if listening:
-                assert [m.layout for m in handshakes] == [b"layout 0", b"layout 1", b"layout 2"]
-                assert [len(m.shareables) for m in handshakes] == [
-                    2 * (r != rank) for r in range(3)
-                ]
-                assert all(len(bytes(s)) == 64 for m in handshakes for s in m.shareables)
-    for driver, mine in zip(drivers, handles, strict=True):
-        for handle in mine:
-            driver.release(handle)
-        driver.require_clean()

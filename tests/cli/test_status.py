@@ -5,19 +5,19 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 
 import ultraep_serve
+from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
 from ultraep_serve.cli import main
 from ultraep_serve.cli import status as command
 from ultraep_serve.errors import ConfigError, NoServerError
+from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
@@ -130,26 +130,10 @@ def test_watching_ends_with_ctrl_c(
 
 
 @pytest.fixture
-def remote(client: TestClient) -> Iterator[str]:
-    """The address of the sidecar behind ``client``."""
-
-    class Forward(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = client.get(self.path)
-            self.send_response(answer.status_code)
-            self.send_header("Content-Length", str(len(answer.content)))
-            self.end_headers()
-            self.wfile.write(answer.content)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Forward) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+def remote(tmp_path: Path) -> Iterator[str]:
+    """The address of a sidecar."""
+    with serving(create_app(tmp_path, None)) as url:
+        yield url
 
 
 def test_a_sidecar_elsewhere(

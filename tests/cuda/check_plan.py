@@ -16,34 +16,31 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape
 
+SMALL = [
+    ExpertShape(2, 8, 2),
+    ExpertShape(4, 4, 1),  # one expert per rank
+    ExpertShape(5, 35, 1),  # L = 7 is prime
+    ExpertShape(8, 32, 4),
+]
+LARGE = [
+    ExpertShape(8, 128, 1),  # more masters than are added at a time
+    ExpertShape(72, 288, 2),  # as many ranks as there are, and no power of two
+    ExpertShape(72, 504, 4),
+]
 
-@pytest.mark.parametrize("exponent", [0.0, 1.2, 2.5])
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "exponent", "assignments"),
     [
-        ExpertShape(2, 8, 2),
-        ExpertShape(4, 4, 1),  # one expert per rank
-        ExpertShape(5, 35, 1),  # L = 7 is prime
-        ExpertShape(8, 32, 4),
+        (ExpertShape(1, 8, 2), 1.0, 99),
+        *((shape, exponent, 500) for shape in SMALL for exponent in (0.0, 1.2, 2.5)),
+        *((shape, 0.9, 65536) for shape in LARGE),
     ],
     ids=str,
 )
-def test_small_shapes(bench: Bench, shape: ExpertShape, exponent: float) -> None:
-    loads = zipf_loads(shape, exponent, 1, assignments=500)
+def test_shapes(bench: Bench, shape: ExpertShape, exponent: float, assignments: int) -> None:
+    loads = zipf_loads(shape, exponent, 1, assignments)
     check_plan(bench, loads, shape, source=shape.num_ranks - 1)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        ExpertShape(8, 128, 1),  # more masters than are added at a time
-        ExpertShape(72, 288, 2),  # as many ranks as there are, and no power of two
-        ExpertShape(72, 504, 4),
-    ],
-    ids=str,
-)
-def test_large_shapes(bench: Bench, shape: ExpertShape) -> None:
-    check_plan(bench, zipf_loads(shape, 0.9, 2, assignments=65536), shape, source=3)
 
 
 @pytest.mark.usefixtures("few_attempts")
@@ -109,11 +106,6 @@ ONE_TOKEN[1, 7] = 1
 )
 def test_edges(bench: Bench, loads: np.ndarray, num_slots: int) -> None:
     check_plan(bench, loads, ExpertShape(4, 16, num_slots), source=1)
-
-
-def test_one_rank(bench: Bench) -> None:
-    shape = ExpertShape(1, 8, 2)
-    check_plan(bench, zipf_loads(shape, 1.0, 0, 99), shape)
 
 
 @pytest.mark.parametrize(

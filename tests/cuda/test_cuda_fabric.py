@@ -67,31 +67,6 @@ def test_tables_lead_to_everybodys_memory() -> None:
     driver.require_clean()
 
 
-def test_domains_have_tables_of_the_whole_group() -> None:
-    driver = HostDriver()
-    pool, layers = make(driver)
-    fabric = DeviceFabric(pool, Mirror(1, 2), Location(3, 5, 2, 2), LIMITS)
-    assert fabric.domain == range(2, 4)
-    assert fabric.inboxes.addresses.shape == (2,)
-    tables = fabric.tables(layers[0])
-    for addresses in (tables.pool_addresses, tables.flag_addresses):
-        assert [bool(address) for address in addresses] == [False, False, True, True, False]
-    fabric.close()
-    pool.close()
-    driver.require_clean()
-
-
-def test_without_slots_there_are_only_signals() -> None:
-    driver = HostDriver()
-    pool, layers = make(driver, num_slots=0)
-    fabric = DeviceFabric(pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
-    assert fabric.tables(layers[0]).pool_addresses.tolist() == [0, 0]
-    assert driver.live_bytes == 2 * driver.granularity  # own and the other's
-    fabric.close()
-    pool.close()
-    driver.require_clean()
-
-
 @pytest.mark.parametrize("kind", list(HandleKind))
 def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
     """Three ranks, every single driver call failing once."""

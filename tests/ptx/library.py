@@ -27,7 +27,6 @@ _SIGNATURES = {
     "error_of": "sp",
     "has_stopped": "qpq",
     "steps_of": "qp",
-    "steps_of_programs": "ppq",
     "host_turn": "qp",
     "num_reports": "qp",
     "reports_of": "pp",

@@ -23,7 +23,7 @@ static void begin_launch(Machine *m, Launch *launch) {
     }
     join(launch->end->known, launch->start->known, m->races.num_components);
     join(launch->end->fenced, launch->start->fenced, m->races.num_components);
-    launch->order = malloc((launch->grid + 1) * sizeof(s64)), launch->steps = calloc(launch->grid + 1, sizeof(u64));
+    launch->order = malloc((launch->grid + 1) * sizeof(s64));
     for (s64 n = 0; n < launch->grid; n++) launch->order[n] = m->order == 2 ? launch->grid - 1 - n : n;
     if (m->order == 0)
         for (s64 n = launch->grid - 1; n > 0; n--) {
@@ -107,7 +107,7 @@ void free_machine(Machine *m) {
     for (s64 n = 0; n < m->num_launches; n++) {
         Launch *launch = &m->launches[n];
         forget(launch->start), forget(launch->end);
-        free(launch->before), free(launch->order), free(launch->steps), free(launch->param_bytes);
+        free(launch->before), free(launch->order), free(launch->param_bytes);
     }
     Races *races = &m->races;
     for (u32 n = 0; n < races->room_flags; n++) {
@@ -210,7 +210,6 @@ s64 run(Machine *m, u64 most) {
 const char *error_of(const Machine *m) { return m->error; }
 s64 has_stopped(const Machine *m, s64 rank) { return m->has_stopped[rank]; }
 u64 steps_of(const Machine *m) { return m->steps; }
-const u64 *steps_of_programs(const Machine *m, s64 launch) { return m->launches[launch].steps; }
 s64 host_turn(const Machine *m) { return m->host; }
 s64 num_reports(const Machine *m) { return m->races.num_reports; }
 const Report *reports_of(const Machine *m) { return m->races.reports; }

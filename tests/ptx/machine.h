@@ -41,7 +41,6 @@ typedef struct {
     u64 (*registers)[LANES];
     u32 live;
     int index, state, depth, place; /* place among the ready */
-    u64 steps;
     int is_idle;                    /* its last look found nothing new */
     u64 seen[8][2];                 /* instruction and value of the looks before */
     Path paths[160];
@@ -53,7 +52,6 @@ typedef struct {
     s64 *before;          /* launches that must have ended */
     s64 started, ended, is_done;
     s64 *order;           /* in which programs start */
-    u64 *steps;           /* of each program's longest warp, once it has ended */
     Clock *start, *end;
     Knowledge *knowledge; /* of the host's doings */
     u8 *param_bytes;

@@ -178,11 +178,6 @@ class Machine:
         """Instructions of warps that were executed."""
         return int(self._library.steps_of(self._pointer))
 
-    def steps_of_programs(self, launch: int, grid: int) -> list[int]:
-        """Of each program's longest warp, in a launch that has ended."""
-        found = self._library.steps_of_programs(self._pointer, launch)
-        return list((ctypes.c_uint64 * grid).from_address(found))
-
     def findings(self) -> list[Finding]:
         """Races, each pair of places once."""
         number = self._library.num_reports(self._pointer)

@@ -1,5 +1,7 @@
 """Compiled plans of a rack, and what of batches and mistakes ``tests.ptx.check`` does not show."""
 
+from contextlib import closing
+
 import pytest
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -7,14 +9,16 @@ pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 import torch
 import triton.language as tl
+from ultraep_kernels.device.plan import new_plan_buffers, plan
+from ultraep_kernels.device.status import new_status
 
-from tests.ptx.alone import plan_alone
-from tests.ptx.compiled import inline_assembly
-from tests.ptx.machine import Options
+from tests.ptx.compiled import inline_assembly, prepare
+from tests.ptx.machine import Machine, Options
 from tests.ptx.mistakes import MISTAKES
 from tests.ptx.scenarios import SCENARIOS, play
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import require_same_plan
+from tests.support.offline import recorded_launches
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape
@@ -27,10 +31,20 @@ def test_plans_for_72_ranks_are_those_of_a_cpu(num_experts: int) -> None:
     """No power of two; with as many attempts as in a server."""
     shape = ExpertShape(72, num_experts, 2)
     loads = zipf_loads(shape, 0.9, 2, assignments=65536)
-    planned = plan_alone(torch.from_numpy(loads).int(), 2, Options(seed=1, resident=200), source=3)
-    require_same_plan(planned.found, plan_quota(loads, PlanContext.of(shape), 3))
-    assert planned.findings == []
-    assert int((planned.found.slot_expert >= 0).sum()) > 20
+    buffers = new_plan_buffers(72, num_experts, 2, "cpu")
+    with recorded_launches() as launches:
+        found = plan(torch.from_numpy(loads).int(), 2, 3, new_status("cpu"), buffers=buffers)
+    prepared, machine = prepare(launches[0]), Machine(1, Options(seed=1, resident=200))
+    with closing(machine):
+        for start, size in {(each.data_ptr(), each.nbytes) for each in prepared.tensors}:
+            if size:
+                machine.add_memory(start, size, 0, machine.new_cells(size))
+        machine.begin(prepared.grid)
+        machine.launch(prepared, 0, [])
+        machine.run()
+        assert machine.findings() == []
+    require_same_plan(found, plan_quota(loads, PlanContext.of(shape), 3))
+    assert int((found.slot_expert >= 0).sum()) > 20
 
 
 def test_there_are_enough_mistakes_of_every_kind() -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
+from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun, SyntheticTraffic
 from tests.support.sidecar_runs import TOKEN
 from tests.support.waiting import until
@@ -67,15 +65,8 @@ def run(run_path: Path) -> Iterator[SyntheticRun]:
 @pytest.fixture
 def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
     """A sidecar over ``run``, served by a thread of this process."""
-    settings = server_settings(create_app(run_path, TOKEN))
-    settings |= {"log_level": "warning", "timeout_graceful_shutdown": 2}
-    server = uvicorn.Server(uvicorn.Config(**settings))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with serving(**server_settings(create_app(run_path, TOKEN))) as address:
+        yield address
 
 
 def text(browser: Any, selector: str) -> str:
