@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from math import prod
 
 import pytest
@@ -48,29 +49,35 @@ def adopt(pool: SlotPool, seed: int, names: tuple[str, ...]) -> LayerSlots:
     return pool.adopt(tensors(seed, names))
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_slots_cost_what_is_beyond_the_masters(per_layer: bool) -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK, per_layer)
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    made = HostDriver()
+    yield made
+    made.require_clean()
+
+
+@pytest.fixture
+def pool(driver: HostDriver, request: pytest.FixtureRequest) -> Iterator[SlotPool]:
+    """With slots behind the masters of all layers in turn, or of each layer apart."""
+    made = SlotPool(driver, SLOTS, CHUNK, per_layer=getattr(request, "param", False))
+    yield made
+    made.close()
+    made.close()  # once is enough
+    assert made.slot_bytes == 0
+
+
+@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
+def test_slots_cost_what_is_beyond_the_masters(pool: SlotPool, driver: HostDriver) -> None:
     masters = 0
     for seed in range(3):
         for names in (tuple(SHAPES), ("scales",)):
             masters += sum(bytes_of(tensor).numel() for tensor in tensors(seed, names))
             pool.adopt(tensors(seed, names))
             assert pool.slot_bytes == driver.live_bytes - masters
-    finish(pool, driver)
-    assert pool.slot_bytes == 0
 
 
-def finish(pool: SlotPool, driver: HostDriver) -> None:
-    pool.close()
-    driver.require_clean()
-
-
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_masters_keep_their_bytes_and_start_aligned(per_layer: bool) -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK, per_layer)
+@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
+def test_masters_keep_their_bytes_and_start_aligned(pool: SlotPool) -> None:
     layers = [pool.adopt(tensors(seed)) for seed in range(3)]
     for alias in (alias for layer in layers for alias in layer.tensors):
         bytes_of(alias[MASTERS:]).fill_(0xAB)
@@ -81,12 +88,9 @@ def test_masters_keep_their_bytes_and_start_aligned(per_layer: bool) -> None:
             assert alias.dtype == master.dtype
             assert alias.data_ptr() % ALIGNMENT == 0
             assert torch.equal(bytes_of(alias[:MASTERS]), bytes_of(master))
-    finish(pool, driver)
 
 
-def test_one_memory_lies_behind_every_layers_masters() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_one_memory_lies_behind_every_layers_masters(pool: SlotPool, driver: HostDriver) -> None:
     layers = [adopt(pool, seed, ALIASED) for seed in range(60)]
     behind = {}
     for layer in layers:
@@ -106,14 +110,11 @@ def test_one_memory_lies_behind_every_layers_masters() -> None:
         for index, alias in enumerate(layer.tensors):
             assert (alias[MASTERS + 1].view(torch.uint8) == index + 1).all()
             assert (alias[MASTERS].view(torch.uint8) == 0).all()
-    finish(pool, driver)
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_other_ranks_write_where_region_offsets_say(per_layer: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
+def test_other_ranks_write_where_region_offsets_say(pool: SlotPool, driver: HostDriver) -> None:
     """They map the regions one after another and write slot s at region + s * bytes."""
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK, per_layer)
     layers = [pool.adopt(tensors(seed)) for seed in range(2)]
     theirs = MappedMemory(driver, pool.regions)
     assert theirs.size == pool.size
@@ -129,30 +130,21 @@ def test_other_ranks_write_where_region_offsets_say(per_layer: bool) -> None:
             assert torch.equal(bytes_of(alias[:MASTERS]), bytes_of(master))
     del view
     theirs.close()
-    finish(pool, driver)
 
 
-def test_small_tensors_share_memory_instead_of_filling_units() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_small_tensors_share_memory_instead_of_filling_units(pool: SlotPool) -> None:
     for seed in range(40):
         adopt(pool, seed, ("scales", "bias", "scalar"))
     assert len(pool.regions) == 1  # 16 units hold what would have taken 120
-    finish(pool, driver)
 
 
-def test_layers_of_different_sizes_get_regions_of_their_own() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_layers_of_different_sizes_get_regions_of_their_own(pool: SlotPool) -> None:
     one, other = adopt(pool, 0, ("weight", "fp8")), adopt(pool, 1, ("padded", "fp8"))
     assert one.region_offsets[0] != other.region_offsets[0]
     assert one.region_offsets[1] == other.region_offsets[1]
-    finish(pool, driver)
 
 
-def test_memory_is_never_needed_twice() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_memory_is_never_needed_twice(pool: SlotPool, driver: HostDriver) -> None:
     layers = [tensors(seed, ("weight",) * 4) for seed in range(5)]
     master_bytes = layers[0][0].nbytes
     peak, create = 0, driver.create
@@ -169,25 +161,19 @@ def test_memory_is_never_needed_twice() -> None:
         pool.adopt(layer)
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in layer)
     assert peak == 20 * master_bytes + pool.size + master_bytes  # all, the slots, one being moved
-    finish(pool, driver)
 
 
-def test_storage_that_others_live_in_is_left_alone() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_storage_that_others_live_in_is_left_alone(pool: SlotPool) -> None:
     whole = torch.arange(2 * MASTERS * 100.0).view(2, MASTERS, 100)
     pool.adopt([whole[0]])
     assert whole[1, 0, 0] == 300.0
     twice = torch.arange(MASTERS * 100.0).view(MASTERS, 100)
     layer = pool.adopt([twice, twice.view(torch.int32)])
     assert torch.equal(layer.tensors[0][:MASTERS], layer.tensors[1][:MASTERS].view(torch.float32))
-    finish(pool, driver)
 
 
-def test_experts_may_be_laid_out_in_any_order_inside() -> None:
+def test_experts_may_be_laid_out_in_any_order_inside(pool: SlotPool) -> None:
     """Block scales of FP8 are kept column by column, with rows filled up to a multiple of four."""
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
     rows, columns, filled = 14, 9, 16
     storage = torch.randn(MASTERS, columns, filled)
     scales = storage[:, :, :rows].transpose(1, 2)
@@ -198,17 +184,13 @@ def test_experts_may_be_laid_out_in_any_order_inside() -> None:
     assert torch.equal(alias[:MASTERS], expected)
     alias[MASTERS:] = 1
     assert torch.equal(alias[:MASTERS], expected)
-    finish(pool, driver)
 
 
-def test_a_single_master_may_have_any_stride() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_a_single_master_may_have_any_stride(pool: SlotPool) -> None:
     master = torch.arange(12.0).as_strided((1, 3, 4), (1, 4, 1))
     layer = pool.adopt([master])
     assert layer.expert_bytes.tolist() == [48]
     assert layer.tensors[0].stride() == (12, 4, 1)
-    finish(pool, driver)
 
 
 def test_chunks_cover_every_byte_once() -> None:
@@ -219,7 +201,7 @@ def test_chunks_cover_every_byte_once() -> None:
         mine = layer.chunks[layer.chunks[:, 0] == index]
         assert mine[:, 1].tolist() == list(range(0, size, 1000))
         assert mine[:, 2].sum() == size
-    finish(pool, driver)
+    pool.close()
 
 
 def test_without_slots_nothing_moves() -> None:
@@ -232,7 +214,6 @@ def test_without_slots_nothing_moves() -> None:
     assert torch.equal(bytes_of(layer.tensors[0]), bytes_of(tensors(0)[0]))
     assert pool.size == 0
     assert driver.calls == []
-    finish(pool, driver)
 
 
 @pytest.mark.parametrize(
@@ -246,15 +227,14 @@ def test_without_slots_nothing_moves() -> None:
     ],
     ids=["experts overlap", "one value", "on another device", "no experts", "no masters"],
 )
-def test_what_cannot_be_moved_is_refused_before_anything_moves(tensor: torch.Tensor) -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, CHUNK)
+def test_what_cannot_be_moved_is_refused_before_anything_moves(
+    pool: SlotPool, driver: HostDriver, tensor: torch.Tensor
+) -> None:
     other = tensors(0)[0]
     with pytest.raises(UnsupportedError, match="one expert after another"):
         pool.adopt([other, tensor])
     assert other.untyped_storage().nbytes() == other.nbytes
     assert driver.calls == []
-    finish(pool, driver)
 
 
 def test_whatever_fails_leaves_nothing_behind() -> None:

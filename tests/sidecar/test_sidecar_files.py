@@ -19,7 +19,6 @@ _BATCHES = 3
 _COUNTED = "ultraep_imbalance_ratio_count,phase=prefill,when=before"
 _DAMAGES = {
     "a ring truncated": ("truncate -s 5000 */ring-1", "ring-1 was truncated"),
-    "a ring overwritten": ("yes | head -c 5000 | dd conv=notrunc of=$(ls */ring-1)", "not a ring"),
     "the control page deleted": ("rm */control", "its control page was deleted"),
     "everything": ("rm -rf ./*", "ring-0 was deleted"),
 }
@@ -82,7 +81,7 @@ def test_files_damaged_while_serving(
     for _ in range(_BATCHES):
         run.batch()
     assert run.policy() == "quota"
-    if "ring" not in damage:
+    if damage != "a ring truncated":
         assert sidecar.set_policy(token, "off") == 409
         assert run.policy() == "quota"
     assert sidecar.ready() == 503

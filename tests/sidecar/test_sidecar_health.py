@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.ring_files import create
+from tests.support.ring_files import create, put
 from tests.support.rings import SyntheticRun, planned_run
 from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
 from tests.support.waiting import until
@@ -59,6 +59,23 @@ def test_ready_only_when_every_rank_is(
     assert [rank["alive"] for rank in ranks] == [True, False, False, True]
     assert (ranks[0]["pid"], ranks[0]["lost"], ranks[0]["missed"]) == (os.getpid(), 0, 0)
     assert 0 <= ranks[0]["last_batch_age_seconds"] < 60
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "truncated"),
+        (bytes(9000), "not a ring"),
+        (b"UEPRING\x01" + bytes(9000), "schema version"),
+    ],
+)
+def test_a_ring_that_is_overwritten_is_told(
+    tmp_path: Path, planned_run: SyntheticRun, client: TestClient, content: bytes, reason: str
+) -> None:
+    put(RunFiles(tmp_path).ring(1), content)
+    assert reason in reasons(client)["1"]
+    rank = client.get("/v1/balance").json()["ranks"][1]
+    assert (rank["state"], rank["alive"]) == ("missing", False)
 
 
 def test_an_engine_that_comes_back_is_followed(tmp_path: Path, client: TestClient) -> None:
