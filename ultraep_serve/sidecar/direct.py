@@ -64,8 +64,8 @@ def status_reader(
 ) -> Callable[[], ServerStatus]:
     """A function that reads the status now; the arguments choose a server as in ``status``.
 
-    Raises NoServerError and ConfigError as ``status``; the function raises BenchError where a
-    sidecar at ``url`` does not answer.
+    Raises NoServerError as ``status``; the function raises ConfigError for a ``url`` that is none,
+    and BenchError where a sidecar there does not answer.
     """
     if url is not None:
         return _remote(url)
@@ -87,10 +87,9 @@ def _read(store: RunStore, path: Path) -> ServerStatus:
 def _remote(url: str) -> Callable[[], ServerStatus]:
     from ultraep_serve.system.http import Endpoint, json_object  # they need httpx
 
-    endpoint = Endpoint("the sidecar", "--url", url, _TIMEOUT_SECONDS)
-
     def read() -> ServerStatus:
-        balance, ready = endpoint.call("GET", "/v1/balance"), endpoint.call("GET", "/readyz")
+        with Endpoint("the sidecar", "--url", url, _TIMEOUT_SECONDS) as endpoint:
+            balance, ready = endpoint.call("GET", "/v1/balance"), endpoint.call("GET", "/readyz")
         for response in (balance, ready):
             if response.status_code not in (200, 503):
                 raise endpoint.refused(response, "is this the address of a sidecar?")
