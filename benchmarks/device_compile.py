@@ -4,7 +4,7 @@
 
 Launchers run on tensors in host memory with their launches recorded; every kernel is then compiled
 for Hopper (sm_90) and Blackwell (sm_100) with the types and constants of its launch. Registers and
-spills are what ptxas reports; the longest path has every loop once.
+spills are what ptxas reports.
 """
 
 import re
@@ -28,7 +28,6 @@ from tests.support.offline import (
     KernelFacts,
     Launch,
     compile_launch,
-    longest_path,
     recorded_launches,
 )
 
@@ -155,7 +154,6 @@ def row_of(case: Case, launch: Launch, facts: KernelFacts) -> dict[str, object]:
     figures["reads_program_id"] = re.search(r"%ctaid\b", figures["ptx"]) is not None
     figures["system_atomics"] = len(re.findall(r"\batom\.global\S*\.sys\b", figures["ptx"]))
     figures["clock_reads"] = figures["ptx"].count("%globaltimer")
-    figures["longest_path"] = asdict(longest_path(figures["ptx"]))
     del figures["ptx"]
     return {**asdict(case), **figures}
 

@@ -67,7 +67,6 @@ def test_every_kernel_compiles_and_spills_nothing(compiled: list[Row]) -> None:
         for count in ("alias_fences", "clock_reads", "flags_read"):
             assert (row[count] > 0) == waits, row  # without relays nothing waits beside dispatch
         assert row["system_atomics"] == 0, row
-        assert row["longest_path"]["instructions"] > 100, row
 
 
 @pytest.mark.compiler

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,17 +23,9 @@ from triton.runtime.jit import create_function_from_signature
 __all__ = [
     "KernelFacts",
     "Launch",
-    "LongestPath",
     "compile_launch",
-    "longest_path",
     "recorded_launches",
 ]
-
-_LABEL = re.compile(r"(\$L__BB\w+):")
-_BRANCH = re.compile(r"(@!?%p\d+\s+)?(?:bra(?:\.uni)?\s+(\$L__BB\w+)|ret)\s*;")
-_COMMENT = re.compile(r"//.*")
-# A thread waits for others here.
-_TOGETHER = re.compile(r"\b(?:bar|barrier|shfl|redux|vote|match)\.")
 
 
 @dataclass(frozen=True)
@@ -99,73 +91,6 @@ def compile_launch(launch: Launch, arch: int) -> KernelFacts:
         shared_bytes=compiled.metadata.shared,
         ptx=compiled.asm["ptx"],
     )
-
-
-@dataclass(frozen=True)
-class LongestPath:
-    """Of a thread through a kernel, each loop run once."""
-
-    instructions: int
-    steps: int  # of these, barriers and exchanges within a warp, where threads wait for each other
-    loops: int  # of the whole kernel
-
-
-def longest_path(ptx: str) -> LongestPath:
-    """The path with most instructions through one kernel's code."""
-    blocks = _blocks(ptx)
-    best: dict[str, tuple[int, int]] = {}  # by block: instructions and steps from there to the end
-    loops = 0
-    above: set[str] = set()
-    visits = [(next(iter(blocks)), False)]
-    while visits:  # each block once before and once after those that follow it
-        name, is_left = visits.pop()
-        block = blocks[name]
-        if is_left:
-            above.discard(name)
-            onward = max((best[each] for each in block.followers if each in best), default=(0, 0))
-            best[name] = block.instructions + onward[0], block.steps + onward[1]
-        elif name not in best and name not in above:
-            above.add(name)
-            visits.append((name, True))
-            loops += sum(each in above for each in block.followers)
-            visits += [(each, False) for each in block.followers if each not in above]
-    return LongestPath(*best[next(iter(blocks))], loops)
-
-
-@dataclass
-class _Block:
-    """Instructions that run one after another."""
-
-    instructions: int = 0
-    steps: int = 0
-    followers: list[str] = field(default_factory=list)
-
-
-def _blocks(ptx: str) -> dict[str, _Block]:
-    """Of the first kernel, in order; a block ends at a label or a branch."""
-    block = _Block()
-    blocks, goes_on = {"entry": block}, True
-
-    def begin(name: str) -> _Block:
-        if goes_on:
-            block.followers.append(name)
-        return blocks.setdefault(name, _Block())
-
-    for number, raw in enumerate(ptx[ptx.index(".entry") :].splitlines()):
-        line = _COMMENT.sub("", raw).strip()
-        if label := _LABEL.match(line):
-            block, goes_on = begin(label[1]), True
-            continue
-        if not line.endswith(";") or line.startswith("."):
-            continue
-        block.instructions += 1
-        block.steps += bool(_TOGETHER.search(line))
-        if branch := _BRANCH.search(line):
-            if branch[2]:
-                block.followers.append(branch[2])
-            goes_on = branch[1] is not None
-            block, goes_on = begin(f"after {number}"), True
-    return blocks
 
 
 def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
