@@ -29,13 +29,6 @@ from ultraep_serve.system.environment import (
 from ultraep_serve.types import Policy
 
 
-def test_json_and_back() -> None:
-    config = BalanceConfig(policy=Policy.OFF, slots=5, run_dir="/dev/shm/x")
-    assert BalanceConfig.from_json(config.to_json()) == config
-    assert "\n" not in config.to_json()
-    assert BalanceConfig.from_json("{}") == BalanceConfig()
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -61,26 +54,6 @@ def test_wrong_answers_have_to_be_asked_for() -> None:
     assert BalanceConfig(policy=Policy.IDEAL, allow_ideal=True).policy is Policy.IDEAL
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not JSON"),
-        ('{"num_slots": 2}', "unknown setting 'num_slots'; choose from policy, slots"),
-        ('{"policy": "fast"}', "must be 'off', 'quota' or 'ideal'"),
-        ('{"slots": "two"}', "must be a whole number, 0 to 64"),
-        ("[]", "JSON object"),
-        (
-            '{"speeds": "1.0,2"}',
-            "speeds: '1.0,2' must be auto or equal, or one number per rank",
-        ),
-        ('{"speeds": 1}', "must be a valid string"),
-    ],
-)
-def test_bad_json_is_a_config_error(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BalanceConfig.from_json(text)
-
-
 def test_the_environment_carries_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     assert BalanceConfig.from_environment() is None
@@ -89,6 +62,9 @@ def test_the_environment_carries_every_field(monkeypatch: pytest.MonkeyPatch) ->
     assert all(name in environment[CONFIG_VARIABLE] for name in BalanceConfig.model_fields)
     monkeypatch.setenv(CONFIG_VARIABLE, environment[CONFIG_VARIABLE])
     assert BalanceConfig.from_environment() == config
+    monkeypatch.setenv(CONFIG_VARIABLE, "{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        BalanceConfig.from_environment()
 
 
 def test_what_the_operator_set_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +107,7 @@ def test_settings_come_from_the_engines_own_configuration_or_the_environment(
     [
         ({"slotz": 1}, "unknown setting 'slotz'; choose from policy, slots"),
         ({"slots": "two"}, "slots = 'two' must be a whole number"),
+        ({"speeds": 1}, "must be a valid string"),
         ({"policy": "quotta"}, "policy = 'quotta' must be 'off', 'quota'"),
         ({"sidecar": {"prt": 1}}, "sidecar: unknown setting 'prt'; choose from host, port"),
         ({"sidecar": {"port": 70000}}, "port = 70000 must be 0 to 65535"),

@@ -5,15 +5,12 @@ check is a test by its own name.
 """
 
 import ast
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -108,32 +105,6 @@ def test_kernels(check_reports: list[dict[str, Any]], name: str) -> None:
     assert mine, "\n".join(report["output"] for report in check_reports)
 
 
-def times_in(value: Any, name: str = "") -> list[Any]:
-    """Everything below a name that says microseconds, or a rate."""
-    if isinstance(value, dict):
-        return [t for key, part in value.items() for t in times_in(part, f"{name} {key}")]
-    measured = (
-        "microseconds",
-        "gigabytes_per_second",
-        "teraflops",
-        "of_copy",
-        "of_nvlink",
-        "of_longer",
-        "of_ideal",
-        "speedup",
-    )
-    return [value] if any(word in name for word in measured) else []
-
-
-def test_a_dry_run_claims_no_time(bare_report: dict[str, Any]) -> None:
-    for part in bare_report["parts"]:
-        for row in part["rows"]:
-            figures = dict(row)
-            assumed = figures.pop("replicate_over_link_microseconds", None)
-            assert (assumed is not None) == part["part"].startswith("layer")
-            assert set(times_in(figures)) <= {None}, row
-
-
 def test_simulated_layers_are_balanced_and_their_outputs_compared(
     bare_report: dict[str, Any],
 ) -> None:
@@ -167,25 +138,3 @@ def test_parts_for_which_no_time_was_left_are_failures(tmp_path: Path) -> None:
     assert done.returncode == 1
     errors = {part["part"]: part["error"] for part in json.loads(path.read_text())["parts"]}
     assert errors == dict.fromkeys(["slots", "exchange"], "no time was left")
-
-
-@pytest.fixture
-def apart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("apart", FOLDER / "apart.py")
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_part_that_hangs_is_killed_with_all_it_started(apart: ModuleType, tmp_path: Path) -> None:
-    child = tmp_path / "child"
-    command = ["sh", "-c", f"sleep 600 & echo $! > {child}; wait"]
-    assert apart.run_apart(command, 2.0) == "was not done after 2 s"
-    stat = Path("/proc", child.read_text().strip(), "stat")
-    for _ in range(100):
-        if not stat.exists() or stat.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail("its child still runs")
