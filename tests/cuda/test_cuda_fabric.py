@@ -1,6 +1,8 @@
 """DeviceFabric's memory and tables, without a GPU; what runs on them is in tests/device."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +29,26 @@ MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
 LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_senders=2, num_relays=2)
 
 
-def make(driver: HostDriver, num_slots: int = SLOTS) -> tuple[SlotPool, list[Any]]:
+@contextmanager
+def pool_on(driver: HostDriver) -> Iterator[tuple[SlotPool, list[Any]]]:
     """A pool with two layers of two tensors, one mapped behind the masters, one packed."""
-    pool = SlotPool(driver, num_slots, CHUNK)
+    pool = SlotPool(driver, SLOTS, CHUNK)
     shapes = ((MASTERS, 65536), (MASTERS, 11, 3))
     layers = [pool.adopt([torch.full(shape, float(i)) for shape in shapes]) for i in range(2)]
-    return pool, layers
+    try:
+        yield pool, layers
+    finally:
+        pool.close()
+        driver.require_clean()
+
+
+@pytest.fixture
+def fabric() -> Iterator[DeviceFabric]:
+    """Of one rank alone."""
+    with pool_on(HostDriver()) as (pool, _):
+        made = DeviceFabric(pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
+        yield made
+        made.close()
 
 
 def view(driver: HostDriver, address: torch.Tensor, size: int) -> torch.Tensor:
@@ -41,30 +57,30 @@ def view(driver: HostDriver, address: torch.Tensor, size: int) -> torch.Tensor:
 
 def test_tables_lead_to_everybodys_memory() -> None:
     driver = HostDriver()
-    pool, layers = make(driver)
-    fabric = DeviceFabric(pool, Mirror(1, 3), Location.on_one_host(1, 3), LIMITS)
-    for index, layer in enumerate(layers):
-        tables = fabric.tables(layer)
-        assert tables.master_addresses.tolist() == [t.data_ptr() for t in layer.tensors]
-        assert torch.equal(tables.chunks, torch.from_numpy(layer.chunks))
-        assert len(set(tables.pool_addresses.tolist())) == 3  # mapped by each rank's own handle
-        for rank in range(3):
-            for tensor, size in enumerate(layer.expert_bytes.tolist()):
-                slot = tables.pool_addresses[rank] + tables.region_offsets[tensor] + size
-                assert slot % 16 == 0 or tensor == 1
-                view(driver, slot, size).fill_(rank + tensor + 1)
-                written = layer.tensors[tensor][MASTERS + 1].view(-1).view(torch.uint8)
-                assert (written == rank + tensor + 1).all()
-            assert (layer.tensors[1][:MASTERS] == index).all()
-        flags = [int(address) for address in tables.flag_addresses]
-        assert all(flag % 8 == 0 for flag in flags)
-        inboxes = fabric.inboxes.addresses.tolist()
-        assert [f - i for f, i in zip(flags, inboxes, strict=True)] == [inbox_bytes(3, WIDTH)] * 3
-        signals = inbox_bytes(3, WIDTH) + SLOTS * LIMITS.max_chunks * 8
-        assert not view(driver, fabric.inboxes.addresses[2], signals).any()
-    fabric.close()
-    pool.close()
-    driver.require_clean()
+    with pool_on(driver) as (pool, layers):
+        fabric = DeviceFabric(pool, Mirror(1, 3), Location.on_one_host(1, 3), LIMITS)
+        for index, layer in enumerate(layers):
+            tables = fabric.tables(layer)
+            assert tables.master_addresses.tolist() == [t.data_ptr() for t in layer.tensors]
+            assert torch.equal(tables.chunks, torch.from_numpy(layer.chunks))
+            assert len(set(tables.pool_addresses.tolist())) == 3  # mapped by each rank's own handle
+            for rank in range(3):
+                for tensor, size in enumerate(layer.expert_bytes.tolist()):
+                    slot = tables.pool_addresses[rank] + tables.region_offsets[tensor] + size
+                    assert slot % 16 == 0 or tensor == 1
+                    view(driver, slot, size).fill_(rank + tensor + 1)
+                    written = layer.tensors[tensor][MASTERS + 1].view(-1).view(torch.uint8)
+                    assert (written == rank + tensor + 1).all()
+                assert (layer.tensors[1][:MASTERS] == index).all()
+            flags = [int(address) for address in tables.flag_addresses]
+            assert all(flag % 8 == 0 for flag in flags)
+            inboxes = fabric.inboxes.addresses.tolist()
+            assert [f - i for f, i in zip(flags, inboxes, strict=True)] == [
+                inbox_bytes(3, WIDTH)
+            ] * 3
+            signals = inbox_bytes(3, WIDTH) + SLOTS * LIMITS.max_chunks * 8
+            assert not view(driver, fabric.inboxes.addresses[2], signals).any()
+        fabric.close()
 
 
 @pytest.mark.parametrize("kind", list(HandleKind))
@@ -74,53 +90,39 @@ def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
 
     def build(fail_at: int) -> int:
         driver = HostDriver(kind, error="CUDA_ERROR_INVALID_VALUE")
-        pool, _ = make(driver)
-        done = len(driver.calls)
-        driver.fail_at = done + fail_at if fail_at else 0
         rendezvous = (
             Mirror(0, 3)
             if kind is HandleKind.FILE_DESCRIPTOR
             else GatherRendezvous(0, lambda data: [data] * 3)
         )
-        try:
+        with pool_on(driver) as (pool, _):
+            done = len(driver.calls)
+            driver.fail_at = done + fail_at if fail_at else 0
             DeviceFabric(pool, rendezvous, Location.on_one_host(0, 3), LIMITS).close()
-        finally:
-            calls = len(driver.calls) - done
-            pool.close()
-            driver.require_clean()
-            assert len(os.listdir("/proc/self/fd")) == before
-        return calls
+            return len(driver.calls) - done
 
     calls = build(fail_at=0)
     assert calls > 20
     for fail_at in range(1, calls + 1):
         with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE"):
             build(fail_at)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_rank_whose_memory_is_out_of_reach_is_refused_and_nothing_stays() -> None:
-    driver = HostDriver(unreachable={"host"})
-    pool, _ = make(driver)
-    with pytest.raises(UnsupportedError, match="no peer access to rank 0"):
+    refused = pytest.raises(UnsupportedError, match="no peer access to rank 0")
+    with pool_on(HostDriver(unreachable={"host"})) as (pool, _), refused:
         DeviceFabric(pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
-    pool.close()
-    driver.require_clean()
 
 
 def test_meeting_and_memory_must_be_of_one_kind(tmp_path: Any) -> None:
-    driver = HostDriver(HandleKind.FABRIC)
-    pool, _ = make(driver)
-    with pytest.raises(FabricError, match="must agree"):
-        DeviceFabric(
-            pool, SocketRendezvous(tmp_path, 0, range(1), 1.0), Location.on_one_host(0, 1), LIMITS
-        )
-    pool.close()
+    rendezvous = SocketRendezvous(tmp_path, 0, range(1), 1.0)
+    refused = pytest.raises(FabricError, match="must agree")
+    with pool_on(HostDriver(HandleKind.FABRIC)) as (pool, _), refused:
+        DeviceFabric(pool, rendezvous, Location.on_one_host(0, 1), LIMITS)
 
 
-def test_a_wait_given_up_is_an_error_of_a_peer() -> None:
-    driver = HostDriver()
-    pool, _ = make(driver)
-    fabric = DeviceFabric(pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
+def test_a_wait_given_up_is_an_error_of_a_peer(fabric: DeviceFabric) -> None:
     fabric.require_peers()
     fabric.status.fill_(int(DeviceStatus.SHARE_TOO_SMALL))
     fabric.require_peers()
@@ -129,15 +131,12 @@ def test_a_wait_given_up_is_an_error_of_a_peer() -> None:
         fabric.require_peers()
     with pytest.raises(ValueError, match="int32"):
         fabric.exchange(torch.zeros(WIDTH + 1, dtype=torch.int32))
-    fabric.close()
-    pool.close()
 
 
-def test_an_error_of_a_stopped_device_has_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_stopped_device_has_its_reason(
+    fabric: DeviceFabric, caplog: pytest.LogCaptureFixture
+) -> None:
     """Who asks the device gets the reason in place of CUDA's error; the log has it too, once."""
-    driver = HostDriver()
-    pool, _ = make(driver)
-    fabric = DeviceFabric(pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
     recorder: Any = SimpleNamespace(fail=(reasons := list[str]()).append)
     notice = StopNotice(fabric, recorder)
     notice()
@@ -150,5 +149,3 @@ def test_an_error_of_a_stopped_device_has_its_reason(caplog: pytest.LogCaptureFi
     notice()
     assert reasons == [fabric.lost_peers]
     assert [fabric.lost_peers in text for text in caplog.messages] == [True]
-    fabric.close()
-    pool.close()
