@@ -1,150 +1,101 @@
 """Files of a run deleted while it serves, as some images do with /dev/shm, or no room for them."""
 
+import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
-import httpx
 import pytest
+from fastapi.testclient import TestClient
 
-from tests.support.live_run import LiveRun, command
-from tests.support.rings import PLANNED_LAYERS
-from tests.support.sidecar_runs import samples, status
-from tests.support.waiting import until
+from tests.support.rings import PLANNED_LAYERS, SyntheticRun, planned_run
+from tests.support.sidecar_runs import BEARER, TOKEN, reasons, samples
+from ultraep_serve.cli import main
+from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.system.environment import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.types import Policy
 
 _BATCHES = 3
 _COUNTED = "ultraep_imbalance_ratio_count,phase=prefill,when=before"
-_DAMAGES = {
-    "a ring truncated": ("truncate -s 5000 */ring-1", "ring-1 was truncated"),
-    "the control page deleted": ("rm */control", "its control page was deleted"),
-    "everything": ("rm -rf ./*", "ring-0 was deleted"),
-}
 
 
-class Answers(httpx.Client):
-    """What a sidecar answers."""
-
-    def set_policy(self, token: str, policy: str) -> int:
-        headers = {"Authorization": f"Bearer {token}"}
-        path = "/v1/control/policy"
-        return self.post(path, json={"policy": policy}, headers=headers).status_code
-
-    def ready(self) -> int:
-        return status(f"{self.base_url}/readyz")
+def delete_all(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
 
 
-@pytest.fixture
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def run(shared_memory: Path) -> Iterator[LiveRun]:
-    made = LiveRun(shared_memory, "8000")
-    yield made
-    made.kill()
-
-
-@pytest.fixture
-def sidecar(shared_memory: Path, run: LiveRun) -> Iterator[Answers]:
-    with started_sidecar(shared_memory) as answers:
-        yield answers
-
-
-@contextmanager
-def started_sidecar(shared_memory: Path) -> Iterator[Answers]:
-    """One that found the run by itself."""
-    port = free_port()
-    words = command(shared_memory, "ultraep-serve", "sidecar", "--port", str(port))
-    url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(words) as process, Answers(base_url=url, timeout=30) as answers:
-        until(lambda: answers.ready() == 200)
-        yield answers
-        process.terminate()
-
-
-@pytest.mark.parametrize("damage", list(_DAMAGES))
+@pytest.mark.parametrize(
+    ("damage", "says", "may_switch"),
+    [
+        (lambda path: os.truncate(path / "ring-1", 5000), "ring-1 was truncated", True),
+        (lambda path: (path / "control").unlink(), "its control page was deleted", False),
+        (delete_all, "ring-0 was deleted", False),
+    ],
+    ids=["a ring truncated", "the control page deleted", "everything deleted"],
+)
 def test_files_damaged_while_serving(
-    shared_memory: Path, run: LiveRun, sidecar: Answers, damage: str
+    tmp_path: Path,
+    planned_run: SyntheticRun,
+    client: TestClient,
+    damage: Callable[[Path], None],
+    says: str,
+    may_switch: bool,
 ) -> None:
     """The run serves on as it was, and whoever asks is told that nobody sees it."""
-    token = (run.path / "token").read_text()
-    command, says = _DAMAGES[damage]
-    subprocess.run(["sh", "-c", command], cwd=shared_memory, check=True)
-    assert sidecar.ready() == 503
-    reasons = sidecar.get("/readyz").json()["reasons"]
-    assert says in " ".join(reasons.values())
+    assert reasons(client) == {}
+    damage(tmp_path)
+    assert says in " ".join(reasons(client).values())
     for _ in range(_BATCHES):
-        run.batch()
-    assert run.policy() == "quota"
-    if damage != "a ring truncated":
-        assert sidecar.set_policy(token, "off") == 409
-        assert run.policy() == "quota"
-    assert sidecar.ready() == 503
-    run.end()
-    assert list(shared_memory.iterdir()) == []
+        planned_run.batch()
+    answer = client.post("/v1/control/policy", json={"policy": "off"}, headers=BEARER)
+    assert answer.status_code == (200 if may_switch else 409)
+    assert planned_run.control.policy is (Policy.OFF if may_switch else Policy.QUOTA)
+    assert says in " ".join(reasons(client).values())
+    assert not any(recorder.lost for recorder in planned_run.recorders)
 
 
 @pytest.fixture
-def little_memory(shared_memory: Path) -> Iterator[Path]:
-    """A file system of its own, of 16 MiB."""
-    words = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(shared_memory)]
+def full_memory(tmp_path: Path) -> Iterator[tuple[Path, SyntheticRun]]:
+    """A run on a file system of its own, of 16 MiB, without a free byte."""
+    words = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(tmp_path)]
     mounted = subprocess.run(words, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"needs to mount a file system: {mounted.stderr.strip()}")
     try:
-        yield shared_memory
+        with closing(planned_run(tmp_path)) as run:
+            with (tmp_path / "filler").open("wb", buffering=0) as file:
+                for size in (1 << 20, 1 << 12, 1):
+                    with suppress(OSError):
+                        while True:
+                            file.write(bytes(size))
+            yield tmp_path, run
     finally:
-        subprocess.run(["umount", "--lazy", str(shared_memory)], check=True)
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-def filled(shared_memory: Path) -> Path:
-    """A file that leaves no byte free."""
-    path = shared_memory / "filler"
-    with path.open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            with suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-    return path
-
-
-def test_full_while_serving(little_memory: Path) -> None:
+def test_full_while_serving(full_memory: tuple[Path, SyntheticRun]) -> None:
     """Ranks record and follow the policy."""
-    run = LiveRun(little_memory, "8000")
-    try:
-        with started_sidecar(little_memory) as sidecar:
-            token = (run.path / "token").read_text()
-            filled(little_memory)
-            assert sidecar.set_policy(token, "quota") == 200
-            assert run.policy() == "quota"
-            for _ in range(_BATCHES):
-                run.batch()
-            until(lambda: samples(sidecar)[_COUNTED] == _BATCHES * PLANNED_LAYERS)
-            assert (sidecar.ready(), run.policy()) == (200, "quota")
-            run.end()
-            assert [path.name for path in little_memory.iterdir()] == ["filler"]
-    finally:
-        run.kill()
+    path, run = full_memory
+    client = TestClient(create_app(path, TOKEN))
+    for policy in ("off", "quota"):
+        answer = client.post("/v1/control/policy", json={"policy": policy}, headers=BEARER)
+        assert (answer.status_code, run.control.policy.value) == (200, policy)
+    for _ in range(_BATCHES):
+        run.batch()
+    assert samples(client)[_COUNTED] == _BATCHES * PLANNED_LAYERS
+    assert reasons(client) == {}
 
 
-def test_full_at_the_start(little_memory: Path) -> None:
+def test_full_at_the_start(
+    full_memory: tuple[Path, SyntheticRun],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A sidecar of its own says so in a line."""
-    run = LiveRun(little_memory, "8000")
-    try:
-        filled(little_memory)
-        done = subprocess.run(
-            command(little_memory, "ultraep-serve", "sidecar", "--port", str(free_port())),
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert done.stderr.startswith("ultraep-serve: error: ")
-        assert "No space left on device" in done.stderr
-        assert done.stderr.count("\n") == 1
-        assert len(list(little_memory.glob("ultraep-*"))) == 1  # that of the run
-    finally:
-        run.kill()
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert main(["sidecar", "--run-dir", str(full_memory[0]), "--port", str(free_port())]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ultraep-serve: error: ")
+    assert "No space left on device" in line

@@ -135,12 +135,19 @@ def test_a_token_that_others_could_know_is_refused(tmp_path: Path) -> None:
 PARENT = """
 import os, subprocess, sys
 from pathlib import Path
-from tests.support.live_run import command
 from ultraep_serve.telemetry import run_directory
-run_directory.SHARED_MEMORY = memory = Path(sys.argv[1])
-path = run_directory.RunDirectory.create("0f").path
-words = ["sidecar", "--parent", str(os.getpid()), "--port", sys.argv[2]]
-child = subprocess.Popen(command(memory, "ultraep-serve", *words))
+SIDECAR = '''
+import sys
+from pathlib import Path
+from ultraep_serve.cli import main
+from ultraep_serve.telemetry import run_directory
+run_directory.SHARED_MEMORY = Path(sys.argv[1])
+sys.exit(main(["sidecar", *sys.argv[2:]]))
+'''
+run_directory.SHARED_MEMORY = Path(sys.argv[1])
+run_directory.RunDirectory.create("0f")
+words = [sys.argv[1], "--parent", str(os.getpid()), "--port", sys.argv[2]]
+child = subprocess.Popen([sys.executable, "-c", SIDECAR, *words])
 print(child.pid, flush=True)
 sys.stdin.read()
 """
