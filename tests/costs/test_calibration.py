@@ -1,6 +1,8 @@
 """Costs measured at start-up: fitted to a line, plausible, and the same on every rank."""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,17 +40,22 @@ def test_ranks_agree_on_the_mean_of_what_they_measure() -> None:
     assert min(first.link_bytes_per_second, first.exchange_seconds, first.plan_seconds) > 0
 
 
-def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFixture) -> None:
-    noise = iter((3e-3, 2e-3, 1e-3))
-    probes = Probes(
-        seconds=lambda _: next(noise),
+def probes(seconds: Callable[[Callable[[], object]], float], **more: Any) -> Probes:
+    """Of a machine on which only a layer's time is to be measured, by ``seconds``."""
+    return Probes(
+        seconds=seconds,
         exchange=lambda: 1e-5,
         send_expert=lambda: 1e-4,
         plan=lambda: 1e-5,
         gather=lambda own: own[None],
         bytes_before_relay=1000,
+        **more,
     )
-    costs = agreed_costs("", SHAPE, 4000, probes, lambda _: None)
+
+
+def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFixture) -> None:
+    noise = iter((3e-3, 2e-3, 1e-3))
+    costs = agreed_costs("", SHAPE, 4000, probes(lambda _: next(noise)), lambda _: None)
     assert costs.base_seconds == 0
     assert costs.relay_hop_seconds == pytest.approx(1e-5 + 1e-4 / 4)  # a quarter of an expert
     assert costs.seconds_per_assignment == 1e-3 / (4 * LEAST_ROWS * SHAPE.num_masters)
@@ -58,16 +65,8 @@ def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFix
 def test_where_times_are_far_off_a_line_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     measured = iter((1e-3, 9e-3, 4e-3))
     sizes = []
-    probes = Probes(
-        seconds=lambda action: (action(), next(measured))[1],
-        exchange=lambda: 1e-5,
-        send_expert=lambda: 1e-4,
-        plan=lambda: 1e-5,
-        gather=lambda own: own[None],
-        bytes_before_relay=1000,
-        rows_per_master=(1024, 2048, 4096),
-    )
-    costs = agreed_costs("", SHAPE, 4000, probes, sizes.append)
+    made = probes(lambda action: (action(), next(measured))[1], rows_per_master=(1024, 2048, 4096))
+    costs = agreed_costs("", SHAPE, 4000, made, sizes.append)
     assert costs.seconds_per_assignment > 0
     assert sizes == [4096, 4096, 8192, 16384]  # the first warms up
     (warning,) = caplog.messages

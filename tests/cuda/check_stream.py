@@ -8,7 +8,7 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import Programs, receive, stream
 
 from tests.support.bench import Bench
-from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
+from tests.support.virtual_ranks import VirtualRanks, fill_masters, make_ranks
 from ultraep_serve.types import ExpertShape
 
 SIZES = (1040, 37, 64)  # bytes per expert of three tensors; the second's are never aligned
@@ -20,17 +20,6 @@ def ranks_of(bench: Bench, num_ranks: int) -> VirtualRanks:
     ranks = make_ranks(ExpertShape(num_ranks, 2 * num_ranks, 2), SIZES, 512, bench.device)
     fill_masters(ranks)
     return ranks
-
-
-def test_slots_get_their_masters_bytes(bench: Bench) -> None:
-    """An expert of the first rank on all others, with three relays, and some from hand to hand."""
-    ranks, numbers = ranks_of(bench, 10), torch.arange(10)
-    for epoch, mode in enumerate(("always", "auto", "never"), 1):
-        first = torch.where(numbers > 0, epoch % 2, -1)
-        second = (numbers + epoch) % 10 * 2 + 1
-        second = torch.where(second == first, -1, second)
-        slot_expert = torch.stack([first, second], dim=1).int().to(bench.device)
-        check_stream(bench, ranks, slot_expert, mode, epoch)
 
 
 def relaying(ranks: VirtualRanks) -> tuple[Sends, torch.Tensor]:

@@ -1,13 +1,9 @@
 """Runs for the sidecar's tests, and what a client reads of its answers."""
 
-from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -82,27 +78,6 @@ def status(url: str) -> int:
         return httpx.get(url, timeout=30).status_code
     except httpx.ConnectError:
         return 0
-
-
-async def request(
-    app: FastAPI,
-    path: str,
-    receive: Callable[[], Awaitable[Any]],
-    send: Callable[[Any], Awaitable[None]],
-    method: str = "GET",
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """One request as a server passes it on; returns when it is answered."""
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [(name.lower().encode(), text.encode()) for name, text in headers.items()],
-        "app": app,
-    }
-    await app(scope, receive, send)
 
 
 def reasons(client: TestClient) -> dict[str, str]:

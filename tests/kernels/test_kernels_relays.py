@@ -1,15 +1,10 @@
-"""relay_parents, and stream_chunks between ranks that are plain buffers of one process."""
+"""relay_parents: who forwards to whom, and when relays are used."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from ultraep_kernels.host.relays import relay_parents
-from ultraep_kernels.host.stream import StreamTables, stream_chunks
-
-SIZES = (1000, 37, 4)  # bytes per expert of three tensors
-CHUNK = 256
 
 
 def fan_out(replicas: int, ranks: int) -> np.ndarray:
@@ -78,69 +73,3 @@ def test_a_relay_that_saves_nothing_is_not_used() -> None:
     slot_expert[1:, 0] = np.arange(11) % 11  # eleven experts of rank 0
     assert (relay_parents(slot_expert, 11, "auto") == -1).all()
     assert relay_parents(np.full((4, 0), -1, dtype=np.int32), 2, "always").size == 0
-
-
-@dataclass
-class Ranks:
-    """Masters, pools and chunk flags of several ranks in one process."""
-
-    masters: list[list[np.ndarray]]  # by rank and tensor, (L, bytes)
-    pools: list[np.ndarray]
-    flags: list[np.ndarray]
-    slot_expert: np.ndarray
-    parents: np.ndarray
-
-    def step(self, rank: int, epoch: int, progress: np.ndarray) -> bool:
-        slots = self.slot_expert.shape[1]
-        regions = np.concatenate([[0], np.cumsum(slots * np.array(SIZES))[:-1]])
-        tables = StreamTables(
-            np.array([tensor.ctypes.data for tensor in self.masters[rank]]),
-            np.array([pool.ctypes.data for pool in self.pools]),
-            regions.astype(np.int64),
-            np.array(SIZES, dtype=np.int64),
-            CHUNKS,
-            np.array([flag.ctypes.data for flag in self.flags]),
-            CHUNKS.shape[0],
-        )
-        masters = self.masters[0][0].shape[0]
-        given = self.parents, self.slot_expert, masters, tables, rank, epoch, progress
-        return bool(stream_chunks(*given, spins=2))
-
-
-CHUNKS = np.array(
-    [
-        (tensor, offset, min(CHUNK, size - offset))
-        for tensor, size in enumerate(SIZES)
-        for offset in range(0, size, CHUNK)
-    ],
-    dtype=np.int64,
-)
-
-
-def make_ranks(slot_expert: np.ndarray, parents: np.ndarray, masters: int) -> Ranks:
-    rng = np.random.default_rng(0)
-    ranks, slots = slot_expert.shape
-    return Ranks(
-        masters=[
-            [rng.integers(0, 256, (masters, size), dtype=np.uint8) for size in SIZES]
-            for _ in range(ranks)
-        ],
-        pools=[np.full(slots * sum(SIZES), 0xFF, dtype=np.uint8) for _ in range(ranks)],
-        flags=[np.zeros(slots * CHUNKS.shape[0], dtype=np.int64) for _ in range(ranks)],
-        slot_expert=slot_expert,
-        parents=parents,
-    )
-
-
-def test_a_relay_does_not_forward_what_has_not_arrived() -> None:
-    slot_expert = np.array([[-1], [0], [0]], dtype=np.int32)
-    parents = np.array([[-1], [-1], [1]], dtype=np.int64)
-    ranks = make_ranks(slot_expert, parents, masters=2)
-    progress = np.zeros(slot_expert.shape, dtype=np.int64)
-    assert not ranks.step(1, 1, progress)
-    assert not ranks.flags[2].any()
-    ranks.flags[1][0] = 1  # its first chunk is there, the others are not
-    assert not ranks.step(1, 1, progress)
-    assert ranks.flags[2].tolist() == [1, *[0] * (CHUNKS.shape[0] - 1)]
-    assert not ranks.step(1, 2, np.zeros_like(progress))  # a flag of the epoch before is no flag
-    assert ranks.flags[2][0] == 1
