@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.support.hosts import engine_group, host_path
-from tests.support.ranks import outcomes_of_ranks, run_ranks
+from tests.support.ranks import outcomes_of_ranks
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
@@ -28,26 +28,6 @@ def join(rank: int, run_path: Path, seconds: float) -> HostFabric:
     return HostFabric(path, location, WIDTH, pool, 0, seconds, all_gather)
 
 
-def row_of(rank: int, epoch: int, width: int) -> np.ndarray:
-    return np.arange(width, dtype=np.int64) * 7 + epoch * 1_000_003 + (rank << 40)
-
-
-def exchange_many(rank: int, run_path: Path) -> int:
-    fabric = join(rank, run_path, LONG)
-    wrong = 0
-    for epoch in range(200):
-        width = 1 + epoch % WIDTH
-        rows = fabric.exchange(row_of(rank, epoch, width))
-        expected = [row_of(other, epoch, width) for other in range(RANKS)]
-        wrong += not np.array_equal(rows, expected)
-    return wrong
-
-
-def test_every_rank_gets_every_row(run_path: Path) -> None:
-    assert run_ranks(exchange_many, RANKS, run_path) == [0] * RANKS
-    assert not list(run_path.glob("host-*/fabric-*"))
-
-
 def die(rank: int, run_path: Path) -> None:
     fabric = join(rank, run_path, LONG)
     for epoch in range(100):
@@ -64,16 +44,6 @@ def test_a_killed_rank_of_another_domain_is_noticed(run_path: Path) -> None:
         assert "rows of other domains" in outcome.message
         assert "restart the engine on all hosts" in outcome.message
     assert not multiprocessing.active_children()
-
-
-def gather_on_device(rank: int, run_path: Path) -> list[list[int]]:
-    all_gather = DeviceAllGather(engine_group(run_path, rank, 2).on_device)
-    rows: list[list[int]] = all_gather.gather(torch.tensor([rank, 7], dtype=torch.int32)).tolist()
-    return rows
-
-
-def test_rows_of_the_device_cross_too(run_path: Path) -> None:
-    assert run_ranks(gather_on_device, 2, run_path) == [[[0, 7], [1, 7]]] * 2
 
 
 def lose_on_device(rank: int, run_path: Path) -> None:

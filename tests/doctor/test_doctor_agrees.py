@@ -119,26 +119,6 @@ def test_it_is_shown_in_text_and_json(models: dict[str, str], capsys: Any) -> No
     assert main(["doctor", "--port", "0"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("command", "ranks"),
-    [
-        ("vllm MODEL --tensor-parallel-size=8 -ep", "8 ranks here; one domain"),
-        ("vllm M -tp 16 -ep --nnodes 2 --node-rank 1 --headless", "16 ranks on 2 hosts, 8 on each"),
-        ("vllm M -dp 16 -dpl 4 -ep --domain-size 2", "4 on each; 8 domains of 2"),
-        ("vllm M -tp 4 -pp 2 -dp 4 -dpl 2 -ep", "16 ranks on 2 hosts, 8 on each"),
-        ("vllm M -tp 16 -pp 2 -ep --nnodes 4", "16 ranks on 2 hosts, 8 on each"),
-        ("sglang M --tp-size 16 --ep-size 16 --nnodes 4 --device cpu", "16 ranks on 4 hosts"),
-    ],
-)
-def test_the_command_says_how_ranks_lie(
-    command: str, ranks: str, models: dict[str, str], capsys: Any
-) -> None:
-    words = [models.get(word, word) for word in command.split()]
-    main(["doctor", "--json", "-", *words, "--port", str(free_port())])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    assert any(f["name"] == "hosts" and ranks in f["seen"] for f in findings)
-
-
 @pytest.mark.parametrize("command", GOOD)
 def test_what_starts_has_no_error(command: str, models: dict[str, str], capsys: Any) -> None:
     code, errors, started, message = both(command, models, capsys)

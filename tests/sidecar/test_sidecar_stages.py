@@ -69,14 +69,6 @@ def test_replicas_of_a_later_stage_are_explained_by_its_own_ranks(
     assert all(times["plan"] > 0 for times in plan["stage_seconds"])
 
 
-def test_a_stage_that_is_lost_is_named(
-    stages: list[SyntheticRun], client: TestClient, tmp_path: Path
-) -> None:
-    stages[1].close()
-    reasons = client.get("/readyz").json()["reasons"]
-    assert reasons == {"2": "state is stopped", "3": "state is stopped"}
-
-
 def test_a_host_shows_the_stages_it_has(tmp_path: Path, client: TestClient) -> None:
     run = SyntheticRun(tmp_path, SHAPE, LAYERS[1], pipeline=PipelineStage(1, 2))
     run.batch()
