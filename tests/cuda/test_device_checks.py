@@ -129,12 +129,3 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
     done = run()
     assert done.returncode != 0
     assert "--dry-run" in done.stderr
-
-
-def test_parts_for_which_no_time_was_left_are_failures(tmp_path: Path) -> None:
-    path = tmp_path / "late.json"
-    done = run("--dry-run", "--seconds", "0", "--part", "slots", "--part", "exchange",
-               "--json", str(path))  # fmt: skip
-    assert done.returncode == 1
-    errors = {part["part"]: part["error"] for part in json.loads(path.read_text())["parts"]}
-    assert errors == dict.fromkeys(["slots", "exchange"], "no time was left")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.ring_files import create, write
+from tests.support.ring_files import create, write_all
 from tests.support.sidecar_runs import BEARER, reasons, samples
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
@@ -43,16 +43,10 @@ class Host:
             for recorder in self.recorders:
                 recorder.count_batch(Decision.POLICY_OFF)
             return
-        for rank, recorder in zip(self.ranks, self.recorders, strict=True):
-            write(
-                recorder,
-                1,
-                policy=policy,
-                bytes_sent=100 * rank,
-                load_before=np.array(BEFORE),
-                load_after=np.array(AFTER),
-                slot_expert=np.array([[-1], [0], [-1], [-1]]),
-            )
+        slots = np.array([[-1], [0], [-1], [-1]])
+        loads = {"load_before": np.array(BEFORE), "load_after": np.array(AFTER)}
+        first = self.ranks.start
+        write_all(self.recorders, 1, first=first, policy=policy, slot_expert=slots, **loads)
 
 
 @pytest.fixture(params=[0, 2], ids=["first", "second"])

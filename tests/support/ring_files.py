@@ -1,6 +1,6 @@
 """Rings for tests: one rank's, and records for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ def create(
 def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> None:
     """Record a planned layer; ``changes`` are fields of ``LayerRecord``."""
     recorder.record(planned(batch, layer, **changes))
+
+
+def write_all(
+    recorders: Sequence[Recorder], batch: int, layer: int = 0, first: int = 0, **changes: Any
+) -> None:
+    """Every rank from ``first`` on records the same; rank r sends r * 100 bytes."""
+    for rank, recorder in enumerate(recorders, first):
+        write(recorder, batch, layer, bytes_sent=100 * rank, **changes)
 
 
 def planned(batch: int, layer: int = 0, **changes: Any) -> LayerRecord:

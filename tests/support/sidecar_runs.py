@@ -7,7 +7,7 @@ import numpy as np
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.ring_files import create, write
+from tests.support.ring_files import create, write_all
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
@@ -46,21 +46,10 @@ class SkewedRun:
         """Two layers, all assignments on rank 0 before, even after."""
         before = np.zeros(self.num_ranks)
         before[0] = 10 * self.num_ranks
+        loads = {"load_before": before, "load_after": np.full(self.num_ranks, 10)}
+        of_batch = {"decision": decision, "policy": policy, "stage_ns": [1000] * 7}
         for layer in range(2):
-            for rank, recorder in enumerate(self.recorders):
-                write(
-                    recorder,
-                    number,
-                    layer,
-                    decision=decision,
-                    policy=policy,
-                    bytes_sent=100 * rank,
-                    bytes_received=50,
-                    stage_ns=[1000] * 7,
-                    load_before=before,
-                    load_after=np.full(self.num_ranks, 10),
-                    slot_expert=-1,
-                )
+            write_all(self.recorders, number, layer, bytes_received=50, **of_batch, **loads)
 
     def skip(self, decision: Decision) -> None:
         for recorder in self.recorders:
