@@ -29,6 +29,7 @@ from tests.support.launches import (
 )
 from tests.support.mirror import FakeRecorder
 from tests.support.offline import Launch, recorded_launches
+from ultraep_serve.balance.cuda import timing
 from ultraep_serve.balance.cuda.backend import LEFT_FREE, num_programs
 from ultraep_serve.types import ExpertShape
 
@@ -284,3 +285,25 @@ def test_an_error_of_the_driver_is_raised() -> None:
         balancer.identity(ids)
         with pytest.raises(RuntimeError, match="CUDA error 719"):
             balancer.identity(ids)
+
+
+def test_experts_are_timed_in_repetitions_that_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+
+    class Mark:
+        def record(self) -> None:
+            did.append("mark")
+
+        def synchronize(self) -> None:
+            did.append("wait")
+
+        def elapsed_time(self, _end: "Mark") -> float:
+            return 0.0  # shorter than an event's clock can tell
+
+    monkeypatch.setattr(timing, "new_mark", lambda _device: Mark())
+    seconds = timing.device_seconds(torch.device("cpu"), lambda: did.append("launch"))
+    assert did == ["launch", "mark"] * (len(did) // 2) + ["wait"]
+    assert len(did) > 9
+    assert seconds > 0

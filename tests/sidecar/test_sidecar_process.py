@@ -51,8 +51,12 @@ def start(run_dir: Path, port: int) -> "subprocess.Popen[str]":
             {"fastapi", "pydantic", "vllm"},
         ),
         ("ultraep_serve, ultraep_serve.cli.serve, ultraep_serve.sidecar.app", {"ultraep_lab"}),
+        (
+            "ultraep_lab.bench.prefill, ultraep_lab.bench.greedy_tokens, ultraep_lab.demo.report",
+            {"torch"},
+        ),
     ],
-    ids=["sidecar", "ring", "core", "lab"],
+    ids=["sidecar", "ring", "core", "lab", "client"],
 )
 def test_what_is_not_needed_is_not_imported(modules: str, unwanted: set[str]) -> None:
     code = f"import sys, {modules}; sys.exit(str({unwanted!r} & set(sys.modules)))"
