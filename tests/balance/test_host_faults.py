@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from tests.support.hosts import engine_group, host_path
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
 from tests.support.ranks import RankOutcome, fresh_run_path, outcomes_of_ranks
-from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
@@ -220,3 +220,16 @@ def test_another_hosts_fault_does_not_keep_this_one_from_stopping(
 ) -> None:
     fault = Fault(name, "stop")
     assert others(fault, ended(fault, True))[0].value == "stopped"
+
+
+def lose_on_device(rank: int, run_path: Path) -> None:
+    all_gather = DeviceAllGather(engine_group(run_path, rank, 2).on_device)
+    for _ in range(2):
+        all_gather.gather(torch.zeros(3, dtype=torch.int32))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_devices_group_that_reports_a_lost_rank_is_a_typed_error(run_path: Path) -> None:
+    outcomes = outcomes_of_ranks(lose_on_device, 2, run_path, timeout_seconds=30.0)
+    assert outcomes[0].error == "PeerTimeoutError", outcomes[0]
