@@ -141,28 +141,12 @@ def test_batches_in_which_experts_have_few_rows_do_not_count() -> None:
     assert (serve(disturbed, 300, load) == FULL_SPEED).all()
 
 
-def test_what_is_too_short_to_measure_leaves_speeds_equal() -> None:
-    def few(_batch: int, speeds: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.full(speeds.size, 20)
-
-    assert (serve(lambda *_: np.array([1.0, 3.0]), 50, few) == FULL_SPEED).all()
-
-
 def test_all_ranks_keep_theirs_until_every_one_has_measured() -> None:
     speeds = np.full(3, FULL_SPEED)
     assert follow(np.array([100, 0, 200]), speeds) is speeds
     for _ in range(9):
         speeds = follow(np.array([100, 100, 10**9]), speeds)
     assert speeds.tolist() == [FULL_SPEED, FULL_SPEED, FULL_SPEED // 8]
-
-
-def test_the_fastest_rank_is_always_full() -> None:
-    speeds = np.full(2, FULL_SPEED)
-    for picoseconds in ([200, 100], [100, 400]):
-        for _ in range(6):
-            speeds = follow(np.array(picoseconds), speeds)
-            assert speeds.max() == FULL_SPEED
-    assert speeds.tolist() == [FULL_SPEED, FULL_SPEED // 4]
 
 
 def test_fixed_speeds_are_relative_to_the_largest() -> None:
