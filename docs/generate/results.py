@@ -332,7 +332,9 @@ def _stages() -> str:
         size = row["ranks"], row["experts"], row.get("tokens_per_rank", 8192), row.get("slots", 2)
         if size == (64, 256, 8192, 2) and row["what"] in found:
             found[row["what"]].append(row["graph_microseconds"])
-    ours = {name: f"{min(v):.0f} to {max(v):.0f} us" for name, v in found.items()}
+    ours = {
+        name: _range({"min": min(each), "max": max(each)}, 0) + " us" for name, each in found.items()
+    }
     rows = [
         ("plan", "67 to 78 us", ours["plan"]),
         ("reroute", "36 to 39 us", f"{ours['count + reroute']}, with the count"),

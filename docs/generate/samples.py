@@ -5,6 +5,7 @@
 An output is the block of code behind ``<!-- sample NAME -->``.
 """
 
+import json
 import re
 
 from docs.generate.figures import read_document
@@ -12,13 +13,16 @@ from docs.generate.reference import DOCS
 
 __all__ = ["PAGES", "with_samples"]
 
-PAGES = (DOCS / "tutorial.md", DOCS / "http.md")
+PAGES = (DOCS / "tutorial.md", DOCS / "http.md", DOCS.parent / "README.md")
 _SAMPLE = re.compile(r"(<!-- sample ([\w-]+) -->\n```\n).*?(```)", re.DOTALL)
 
 
 def with_samples(page: str) -> str:
     """``page`` with its outputs as they were printed. Raises KeyError for one that was not."""
     samples = read_document("tutorial")["samples"]
+    balance = json.loads(samples["balance"])
+    parts = (*balance["imbalance"].values(), balance["batches"])
+    samples["lines-of-balance"] = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
     return _SAMPLE.sub(lambda found: found[1] + samples[found[2]] + "\n" + found[3], page)
 
 

@@ -151,7 +151,7 @@ def _metavar(field: FieldInfo) -> str:
 
 def _help(field: FieldInfo) -> str:
     text, default = field.description or "", field.default
-    if "(default:" in text or field.is_required() or default in (None, "", False, ()):
+    if "(default:" in text or field.is_required() or default is False or default in (None, "", ()):
         return text
     listed = default if isinstance(default, tuple) else (default,)
     return f"{text} (default: {','.join(map(_default, listed))})"
