@@ -1,8 +1,13 @@
 """The site that `make docs` builds. Its pages are plain Markdown, to be read on a code host too."""
 
+import json
+from typing import Any
+
+from myst_parser.parsers.sphinx_ import MystParser
+
 project = "ultraep_serve"
 extensions = ["myst_parser"]
-exclude_patterns = ["images", "examples"]
+exclude_patterns = ["images"]
 html_theme = "furo"
 html_title = "ultraep_serve"
 html_show_copyright = False
@@ -12,3 +17,27 @@ pygments_style = "friendly"
 
 myst_heading_anchors = 3  # as code hosts make them, so that links lead there in both places
 nitpicky = True
+
+
+class NotebookParser(MystParser):
+    """A notebook as a page: its text, its code, and what that printed."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: Any) -> None:
+        cells = json.loads(inputstring)["cells"]
+        super().parse("\n\n".join(map(_as_markdown, cells)), document)
+
+
+def _as_markdown(cell: dict[str, Any]) -> str:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return source
+    printed = "".join(line for output in cell["outputs"] for line in output["text"])
+    return f"```python\n{source}\n```\n\n```\n{printed}```"
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this."""
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)

@@ -333,7 +333,8 @@ def _stages() -> str:
         if size == (64, 256, 8192, 2) and row["what"] in found:
             found[row["what"]].append(row["graph_microseconds"])
     ours = {
-        name: _range({"min": min(each), "max": max(each)}, 0) + " us" for name, each in found.items()
+        what: _range({"min": min(took), "max": max(took)}, 0) + " us"
+        for what, took in found.items()
     }
     rows = [
         ("plan", "67 to 78 us", ours["plan"]),

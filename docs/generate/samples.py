@@ -21,8 +21,9 @@ def with_samples(page: str) -> str:
     """``page`` with its outputs as they were printed. Raises KeyError for one that was not."""
     samples = read_document("tutorial")["samples"]
     balance = json.loads(samples["balance"])
-    parts = (*balance["imbalance"].values(), balance["batches"])
-    samples["lines-of-balance"] = "\n".join(json.dumps(part, separators=(",", ":")) for part in parts)
+    answer = (*balance["imbalance"].values(), balance["batches"])
+    lines = (json.dumps(part, separators=(",", ":")) for part in answer)
+    samples["lines-of-balance"] = "\n".join(lines)
     return _SAMPLE.sub(lambda found: found[1] + samples[found[2]] + "\n" + found[3], page)
 
 
