@@ -34,7 +34,7 @@ def _as_markdown(cell: dict[str, Any]) -> str:
     if cell["cell_type"] == "markdown":
         return source
     printed = "".join(line for output in cell["outputs"] for line in output["text"])
-    return f"```python\n{source}\n```\n\n```\n{printed}```"
+    return f"```python\n{source}\n```\n\n```text\n{printed}```"
 
 
 def setup(app: Any) -> None:
