@@ -10,7 +10,7 @@ from typing import Any
 
 import harness
 
-from docs.generate.figures import estimate, read_document, rounds
+from docs.generate.figures import estimate, gpu_rows, read_document, rounds
 
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "gains.svg"
 SERVED = {  # Okabe and Ito's colours, which colour-blind readers can tell apart
@@ -22,8 +22,7 @@ SERVED = {  # Okabe and Ito's colours, which colour-blind readers can tell apart
 def paint_layers(axes: Any) -> None:
     """MoE layers with balancing's own time, beside what even work alone would give."""
     for name, colour in (("layer-qwen3", "#0072b2"), ("layer-deepseek", "#009e73")):
-        parts = read_document("gpu-device")["parts"]
-        (rows,) = (part["rows"] for part in parts if part["part"] == name)
+        rows = gpu_rows(name)
         points = [(row["imbalance_before"], row["speedup_with_own"]) for row in rows]
         label = f"{rows[0]['what'].removeprefix('layer of ')}, {rows[0]['ranks']} ranks"
         axes.plot(*zip(*points, strict=True), color=colour, marker="D", label=label)

@@ -1,5 +1,6 @@
 """What benchmarks have left in JSON, and how every ratio of the pages is estimated and shown."""
 
+import io
 import json
 import math
 import statistics
@@ -13,6 +14,8 @@ __all__ = [
     "RESULTS",
     "TRAFFIC",
     "estimate",
+    "gpu_rows",
+    "printed",
     "read_document",
     "read_rows",
     "rounds",
@@ -31,6 +34,20 @@ def read_document(name: str) -> dict[str, Any]:
 def read_rows(name: str) -> list[dict[str, Any]]:
     """Its rows."""
     return list(read_document(name)["rows"])
+
+
+def gpu_rows(*parts: str) -> list[dict[str, Any]]:
+    """What was measured on a GPU in these parts."""
+    found = read_document("gpu-device")["parts"]
+    return [row for part in found if part["part"] in parts for row in part["rows"]]
+
+
+def printed(view: Any) -> list[str]:
+    """Lines of what a command prints on a terminal."""
+    from rich.console import Console
+
+    Console(width=80, file=(shown := io.StringIO())).print(view)
+    return [line.rstrip() for line in shown.getvalue().splitlines()]
 
 
 def rounds(row: dict[str, Any], base: str) -> list[tuple[float, float]]:

@@ -3,16 +3,14 @@
 python -m docs.generate.gpus
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
+from docs.generate.figures import gpu_rows
 from docs.generate.reference import DOCS, table, with_table
 
 __all__ = ["LAYERS", "PAGE", "STAGES", "layers", "stages"]
 
 PAGE = DOCS / "gpus.md"
-RESULT = DOCS.parent / "benchmarks" / "results" / "gpu-device.json"
 LAYERS, STAGES = "gpu-device layers", "gpu-device stages"
 _MODELS = {"layer of qwen3-235b-a22b": "Qwen3-235B-A22B", "layer of deepseek-v3": "DeepSeek-V3"}
 _SIZES = ((8, 128), (16, 128), (32, 256), (64, 256), (64, 896))  # ranks, experts
@@ -20,14 +18,14 @@ _TOKENS, _SLOTS = 8192, 2
 _SENDERS = "32 senders"  # the default
 
 
-def layers(result: Path = RESULT) -> str:
+def layers() -> str:
     """A row for each model and imbalance: milliseconds of the slowest rank."""
     head = (
         "model", "ranks", "imbalance", "off", "balanced", "even",
         "faster with balancing", "with an assumed NVLink",
     )  # fmt: skip
     rows = []
-    for row in _rows(result, "layer-qwen3", "layer-deepseek"):
+    for row in gpu_rows("layer-qwen3", "layer-deepseek"):
         took = row["layer_microseconds"]
         rows.append(
             (
@@ -42,18 +40,19 @@ def layers(result: Path = RESULT) -> str:
     return table(head, rows)
 
 
-def stages(result: Path = RESULT) -> str:
+def stages() -> str:
     """What every stage of ours takes, by ranks and experts; and whether it met its target."""
     sizes = tuple(f"{ranks} ranks, {experts} experts" for ranks, experts in _SIZES)
     rows = [
-        ("count the ids of 8,192 tokens, and look them up", *_by_size(result, "count + reroute")),
-        ("exchange, when all others have posted", *_by_size(result, "exchange")),
-        ("plan", *_by_size(result, "plan")),
+        ("count the ids of 8,192 tokens, and look them up", *_by_size("count + reroute")),
+        ("exchange, when all others have posted", *_by_size("exchange")),
+        ("plan", *_by_size("plan")),
     ]
     made = table(("", *sizes), rows) + "\n"
-    flow, alone = _rows(result, "balancer")
-    [sends] = [row for row in _rows(result, "senders") if row["what"] == _SENDERS]
+    flow, alone = gpu_rows("balancer")
+    [sends] = [row for row in gpu_rows("senders") if row["what"] == _SENDERS]
     others = [
+        ("a balanced layer, 64 ranks", f"{flow['graph_microseconds']:.0f}", ""),
         ("a layer that is left alone, 64 ranks", *_of_target(alone, "graph", "at_most")),
         (
             "what the CPU of that machine does for a balanced layer",
@@ -69,9 +68,9 @@ def stages(result: Path = RESULT) -> str:
     return made + table(("", "found", "target"), others)
 
 
-def _by_size(result: Path, what: str) -> list[str]:
+def _by_size(what: str) -> list[str]:
     found: dict[tuple[int, int], list[float]] = {}
-    for row in _rows(result, "routing", "exchange"):
+    for row in gpu_rows("routing", "exchange"):
         is_asked = row["what"] == what and row.get("tokens_per_rank", _TOKENS) == _TOKENS
         if is_asked and row.get("slots", _SLOTS) == _SLOTS:
             size = row["ranks"], row["experts"]
@@ -86,11 +85,6 @@ def _range(found: list[float]) -> str:
 
 def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
     return f"{row[f'{name}_microseconds']:.0f}", f"at most {row[target]:.0f}"
-
-
-def _rows(result: Path, *parts: str) -> list[dict[str, Any]]:
-    found = json.loads(result.read_text())["parts"]
-    return [row for part in found if part["part"] in parts for row in part["rows"]]
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 Every comparison is a ratio, "times as fast": above 1 balancing is faster.
 """
 
-import io
-import json
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -14,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from docs.generate.figures import (
-    RESULTS,
     TRAFFIC,
     estimate,
+    gpu_rows,
+    printed,
     read_document,
     read_rows,
     rounds,
@@ -31,8 +30,8 @@ README = _ROOT / "README.md"
 PAGE = _ROOT / "docs" / "results.md"
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
 _DEMO = re.compile(r"^  Load of the busiest rank.*?\(float32\)$", re.MULTILINE | re.DOTALL)
-_WIDTH = 80
 _RANKS = 64  # of the big models' row in README.md
+_BIG_MODELS = "Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"
 
 
 def readme(text: str) -> str:
@@ -102,13 +101,9 @@ def _with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
 
 def _demo() -> str:
     """What the demo printed of the imbalance, of the first prompt length and of answers."""
-    from rich.console import Console
-
     from ultraep_lab.demo.report import demo_view
 
-    shown = Console(width=_WIDTH, file=(printed := io.StringIO()))
-    shown.print(demo_view(json.loads((RESULTS / "demo.json").read_text())))
-    lines = [line.strip("╭╮╰╯│─").rstrip() for line in printed.getvalue().splitlines()]
+    lines = [line.strip("╭╮╰╯│─").rstrip() for line in printed(demo_view(read_document("demo")))]
     lines = [line for line in lines if line.strip()]
     first = next(index for index, line in enumerate(lines) if "Load of" in line)
     return "\n".join([*lines[first : first + 7], lines[-1]])
@@ -116,7 +111,7 @@ def _demo() -> str:
 
 def _gains() -> str:
     """README.md's table: one row for each place, also where balancing gains nothing."""
-    layers = [row for row in _gpu_layers() if row["what"] == "layer of qwen3-235b-a22b"]
+    layers = gpu_rows("layer-qwen3")
     rows = [
         (
             "a layer of Qwen3-235B, 16 ranks played on one H200",
@@ -126,7 +121,7 @@ def _gains() -> str:
             _slashed(f"{100 * row['of_ideal_with_own']:.0f}" for row in layers) + " %",
         ),
         (
-            f"loads of {_slashed(_big_models())} as served by others, {_RANKS} ranks",
+            f"loads of {_slashed(_BIG_MODELS)} as served by others, {_RANKS} ranks",
             _slashed(_range(row["before"], 2) for row in _big(_RANKS))
             + f" → {max(row['quota']['max'] for row in _big(_RANKS)):.3f}",
             "planned, not timed",
@@ -328,7 +323,7 @@ def _tokens() -> str:
 def _stages() -> str:
     """UltraEP's published times beside ours, 64 ranks and 256 experts."""
     found: dict[str, list[float]] = {"plan": [], "count + reroute": []}
-    for row in _gpu_rows("routing"):
+    for row in gpu_rows("routing"):
         size = row["ranks"], row["experts"], row.get("tokens_per_rank", 8192), row.get("slots", 2)
         if size == (64, 256, 8192, 2) and row["what"] in found:
             found[row["what"]].append(row["graph_microseconds"])
@@ -343,22 +338,9 @@ def _stages() -> str:
     return table(("64 ranks, 256 experts", "UltraEP, as published", "here, on one H200"), rows)
 
 
-def _gpu_layers() -> list[dict[str, Any]]:
-    return _gpu_rows("layer-qwen3", "layer-deepseek")
-
-
-def _gpu_rows(*parts: str) -> list[dict[str, Any]]:
-    found = read_document("gpu-device")["parts"]
-    return [row for part in found if part["part"] in parts for row in part["rows"]]
-
-
 def _big(num_ranks: int) -> list[dict[str, Any]]:
     rows = [row for row in read_rows("big-models") if row["num_ranks"] == num_ranks]
-    return sorted(rows, key=lambda row: _big_models().index(row["model"]))
-
-
-def _big_models() -> list[str]:
-    return ["Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"]
+    return sorted(rows, key=lambda row: _BIG_MODELS.index(row["model"]))
 
 
 def _slashed(parts: Any) -> str:

@@ -8,22 +8,26 @@ An output is the block of code behind ``<!-- sample NAME -->``.
 import json
 import re
 
-from docs.generate.figures import read_document
+from docs.generate.figures import printed, read_document
 from docs.generate.reference import DOCS
 
 __all__ = ["PAGES", "with_samples"]
 
-PAGES = (DOCS / "tutorial.md", DOCS / "http.md", DOCS.parent / "README.md")
+_NAMES = "tutorial.md", "http.md", "commands/bench.md", "../README.md"
+PAGES = tuple(DOCS / name for name in _NAMES)
 _SAMPLE = re.compile(r"(<!-- sample ([\w-]+) -->\n```\n).*?(```)", re.DOTALL)
 
 
 def with_samples(page: str) -> str:
     """``page`` with its outputs as they were printed. Raises KeyError for one that was not."""
+    from ultraep_lab.bench.prefill_report import prefill_view
+
     samples = read_document("tutorial")["samples"]
     balance = json.loads(samples["balance"])
     answer = (*balance["imbalance"].values(), balance["batches"])
     lines = (json.dumps(part, separators=(",", ":")) for part in answer)
     samples["lines-of-balance"] = "\n".join(lines)
+    samples["bench"] = "\n".join(printed(prefill_view(read_document("serving-ttft"))))
     return _SAMPLE.sub(lambda found: found[1] + samples[found[2]] + "\n" + found[3], page)
 
 
