@@ -184,7 +184,7 @@ class BalanceConfig(Settings):
     @classmethod
     def from_json(cls, text: str) -> "BalanceConfig":
         """Parse ``to_json``'s output. Raises ConfigError for unknown settings or bad values."""
-        return cls(**parse_object(text, CONFIG_VARIABLE))
+        return cls(**parse_object(text, CONFIG_VARIABLE, is_ours=True))
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":

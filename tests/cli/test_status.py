@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
@@ -153,7 +154,12 @@ def test_a_sidecar_elsewhere(
     run.close()
 
 
-def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_a_sidecar(
+    capsys: pytest.CaptureFixture[str], remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TestClient, "get", lambda *_: httpx.Response(200, json={"status": "ok"}))
+    assert main(["status", "--url", remote]) == 2
+    assert "is this the address of a sidecar?" in capsys.readouterr().err
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 2
     assert "--url" in capsys.readouterr().err
     with pytest.raises(NoServerError, match="cannot be reached"):

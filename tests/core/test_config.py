@@ -172,6 +172,11 @@ sidecar: {port: 8005, host: 127.0.0.2}
 """
 
 
+ALIASES = "a0: &a0 x\n" + "".join(  # 9 ** 8 times the same
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+
+
 def of_file(path: Path, *flags: str) -> tuple[BalanceConfig, SidecarSettings]:
     parser = argparse.ArgumentParser()
     add_file_flag(parser)
@@ -214,10 +219,15 @@ def test_a_json_file_with_all_settings_comes_back(tmp_path: Path) -> None:
         ("[" * 100_000, "is not YAML"),
         ("!!python/object/apply:os.getcwd []", "is not YAML"),
         ("policy: ideal", "--allow-ideal"),
+        ("slots: 1\nslots: 2", "'slots' is given twice"),
+        ("sidecar: {port: 1, port: 2}", "'port' is given twice"),
+        ('{"slots": 1, "sidecar": {"port": 1, "port": 2}}', "'port' is given twice"),
+        ("sidecar: &a {port: 1}\ncosts: *a", "an alias"),
+        (ALIASES, "an alias"),
     ],
 )
 def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "settings.yaml"
+    file = tmp_path / f"settings.{'json' if text.startswith('{') else 'yaml'}"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message) as raised:
         of_file(file)

@@ -170,6 +170,7 @@ def test_it_ends_with_its_parent_and_removes_the_run_when_all_ranks_are_gone(
         until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 503)
         assert len(list(tmp_path.iterdir())) == 1
         other = run_directory.RunDirectory.join("0f")  # another rank
+        os.kill(int(child.name), signal.SIGHUP)  # the terminal is closed
         parent.kill()
     until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 0)
     assert len(list(tmp_path.iterdir())) == 1

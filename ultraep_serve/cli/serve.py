@@ -10,7 +10,7 @@ from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.logs import say
-from ultraep_serve.system.machine import why_not_listen
+from ultraep_serve.system.machine import address_of, why_not_listen
 from ultraep_serve.types import Policy
 
 __all__ = ["LAUNCHERS", "add_arguments", "checked_command", "run"]
@@ -66,4 +66,5 @@ def checked_command(
 
 def _check_port(host: str, port: int, flag: str) -> None:
     if reason := why_not_listen(host, port):
-        raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another {flag}")
+        address = address_of(host, port)
+        raise ConfigError(f"{address} cannot be used ({reason}); choose another {flag}")

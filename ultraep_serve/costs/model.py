@@ -110,7 +110,7 @@ class CostModel:
     @classmethod
     def from_json(cls, text: str) -> "CostModel":
         """Parse ``to_json``'s output. Raises ConfigError for unknown, missing or bad values."""
-        return cls.from_mapping(parse_object(text, "the cost model"))
+        return cls.from_mapping(parse_object(text, "the cost model", is_ours=True))
 
     @classmethod
     def from_file(cls, path: Path) -> "CostModel":

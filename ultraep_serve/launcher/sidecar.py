@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.system.machine import why_not_listen
+from ultraep_serve.system.machine import address_of, why_not_listen
 
 __all__ = ["start_beside_rank"]
 
@@ -24,8 +24,8 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
     port = settings.port_beside()
     if reason := why_not_listen(settings.host, port):
         raise ConfigError(
-            f"the sidecar cannot listen on {settings.host}:{port} ({reason}); choose another "
-            'with "sidecar": {"port": N}'
+            f"the sidecar cannot listen on {address_of(settings.host, port)} ({reason}); choose "
+            'another with "sidecar": {"port": N}'
         )
     subprocess.run(_command(config, settings, port), stdin=subprocess.DEVNULL, check=True)
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ultraep_serve.errors import BenchError, NoServerError
+from ultraep_serve.sidecar.documents import Readiness
 from ultraep_serve.sidecar.statistics import summarise
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.run_directory import find_run
@@ -94,7 +97,10 @@ def _remote(url: str) -> Callable[[], ServerStatus]:
             if response.status_code not in (200, 503):
                 raise endpoint.refused(response, "is this the address of a sidecar?")
         json_object(balance)
-        reasons = json_object(ready).get("reasons", {})
-        return ServerStatus(endpoint.url, balance.content, ready.status_code == 200, reasons)
+        try:
+            found = Readiness.model_validate(json_object(ready))
+        except ValidationError:
+            raise endpoint.refused(ready, "is this the address of a sidecar?") from None
+        return ServerStatus(endpoint.url, balance.content, found.ready, found.reasons)
 
     return read

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import sys
 import threading
@@ -21,7 +22,7 @@ from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
-from ultraep_serve.system.machine import why_not_listen
+from ultraep_serve.system.machine import address_of, why_not_listen
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -63,9 +64,11 @@ def _stand_apart() -> None:
     """Take no signals of the engine's terminal, and any core: engines pin ranks to a few.
 
     The session stays the engine's: Linux may share cores out by session, and a process of another
-    one would wait while ranks compute all the time.
+    one would wait while ranks compute all the time. A terminal that closes ends the engine, and the
+    sidecar after it, which removes what ranks have left.
     """
     os.setpgrp()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
@@ -128,8 +131,7 @@ def _end_with(parent: int | None, server: uvicorn.Server) -> None:
 
 
 def _log_start(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
+    url = f"http://{address_of(host, port)}"
     fields = {"event": "start", "url": url, "run_dir": str(run_dir), "control_open": control_open}
     _LOGGER.info(
         "sidecar on %s over %s, control %s",
@@ -159,7 +161,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = why_not_listen(host, port) or error
         raise ConfigError(
-            f"cannot serve on {host}:{port}: {reason}; choose another with --host or --port"
+            f"cannot serve on {address_of(host, port)}: {reason}; choose another with --host or "
+            "--port"
         ) from error
 
 

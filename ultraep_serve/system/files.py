@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
 __all__ = [
     "SharedFile",
+    "named_once",
     "open_own_directory",
     "open_regular",
     "parse_object",
@@ -109,15 +110,30 @@ def write_json(path: Path, document: Any) -> None:
         part.write_bytes(f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
 
-def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) -> dict[str, Any]:
-    """``text`` as a JSON object. Raises ``error``, with ``name``, for anything else."""
+def parse_object(
+    text: str, name: str, error: type[UltraEPError] = ConfigError, *, is_ours: bool = False
+) -> dict[str, Any]:
+    """``text`` as a JSON object. Raises ``error``, with ``name``, for anything else.
+
+    In what ``is_ours`` a name that is given twice is wrong, too.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=named_once if is_ours else None)
     except (ValueError, RecursionError) as reason:
         raise error(f"{name} is not JSON: {reason}") from reason
     if not isinstance(value, dict):
         raise error(f"{name} must be a JSON object")
     return value
+
+
+def named_once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """``pairs`` as a mapping. Raises ValueError where a name is given twice."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    return found
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from ultraep_serve.system.listeners import listener
 
 __all__ = [
+    "address_of",
     "available_memory",
     "describe",
     "free_port",
@@ -133,6 +134,11 @@ def why_not_listen(host: str, port: int) -> str | None:
         except (OverflowError, TypeError, UnicodeError) as error:  # no port, no host name
             return str(error)
     return None
+
+
+def address_of(host: str, port: int) -> str:
+    """``host`` and ``port`` as an address is written: one of IPv6 has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_here(host: str) -> bool:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.system.files import parse_object, read_text
+from ultraep_serve.system.files import named_once, parse_object, read_text
 
 __all__ = ["Settings", "choices_of", "flag_of", "range_of", "read_settings"]
 
@@ -91,10 +91,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Settings by name out of a JSON or YAML file. Raises ConfigError."""
     text = read_text(path, "the file of settings")
     if path.suffix == ".json":
-        return parse_object(text, str(path))
+        return parse_object(text, str(path), is_ours=True)
     try:
         import yaml  # engines bring it; nothing else here needs it
 
+        _require_plain(yaml.compose(text, yaml.SafeLoader), set())
         values = yaml.safe_load(text)
     except ModuleNotFoundError:
         raise ConfigError(f"{path} is not .json, and YAML needs `pip install pyyaml`") from None
@@ -103,6 +104,23 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"{path} must hold settings by name, as slots: 2")
     return values
+
+
+def _require_plain(node: Any, seen: set[int]) -> None:
+    """Raise ValueError where YAML gives a name twice, or names a part of itself to repeat it.
+
+    Parts that repeat others can make a few lines as long as memory lasts.
+    """
+    if id(node) in seen:
+        raise ValueError("an alias (*) stands in it; write out what it stands for")
+    seen.add(id(node))
+    if not isinstance(getattr(node, "value", None), list):
+        return
+    if node.id == "mapping":
+        named_once((str(key.value), value) for key, value in node.value)
+    for each in node.value:
+        for part in each if isinstance(each, tuple) else (each,):
+            _require_plain(part, seen)
 
 
 def flag_of(settings: type[Settings], name: str, prefix: str = "") -> str:
