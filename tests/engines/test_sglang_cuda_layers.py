@@ -1,5 +1,7 @@
 """Layers of SGLang on GPUs: told of slots, planned or not, loaded anew; one process."""
 
+import os
+import signal
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ with warnings.catch_warnings():
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.models.transformers import TransformersFusedMoE
     from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.utils import kill_process_tree
 
     from ultraep_serve.engines.sglang import hooks, model, stage
     from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_dispatch
@@ -28,7 +31,7 @@ with warnings.catch_warnings():
 from tests.support.experts import NUM_EXPERTS, TOP_K
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common import group, process
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -339,7 +342,9 @@ def test_hooks_on_a_gpu_leave_its_kernels_alone(monkeypatch: pytest.MonkeyPatch)
     targets: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
     hooks.install(BalanceConfig())
-    assert set(targets) == {hooks.LOAD, hooks.FORWARD, hooks.SCHEDULER, hooks.GATHER}
+    assert set(targets) == {
+        hooks.END, hooks.LOAD, hooks.FORWARD, hooks.SCHEDULER, hooks.GATHER
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "adds_up"), [({}, True), (fakes.DEEPEP, False)])
@@ -356,7 +361,20 @@ def test_models_of_the_transformers_backend_add_up_routed_experts(
     assert layer.reduce_results == adds_up
 
 
-def test_ranks_without_their_hooks_do_not_serve() -> None:
+def test_ranks_without_their_hooks_do_not_serve_and_the_server_says_so_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "_path", lambda _: tmp_path / "reason")
     own = hooks._SchedulerHooks(BalanceConfig())
     with pytest.raises(UnsupportedError, match="SGLang did not apply the hooks on"):
         own.scheduler_made(None, None)
+    server = os.fork()
+    if not server:
+        monkeypatch.setattr(process, "first_process", os.getpid)
+        hooks.end(kill_process_tree, os.getpid())
+    assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == 1
+    assert capfd.readouterr().err.startswith("ultraep: error: SGLang did not apply the hooks on")
+    server = os.fork()  # without a reason it ends as SGLang has it
+    if not server:
+        hooks.end(kill_process_tree, os.getpid())
+    assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == -signal.SIGKILL

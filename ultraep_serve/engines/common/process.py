@@ -18,7 +18,7 @@ from ultraep_serve.system.files import open_regular
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.topology import is_process_alive
 
-__all__ = ["repeat_at_exit", "repeated_at_exit"]
+__all__ = ["is_refused", "repeat_at_exit", "repeat_now", "repeated_at_exit"]
 
 _MAX_BYTES = 1 << 16
 
@@ -38,7 +38,7 @@ def repeat_at_exit() -> None:
     """
     claim_first_process()
     if first_process() == os.getpid():
-        weakref.finalize(_at_exit, _repeat)
+        weakref.finalize(_at_exit, repeat_now)
         _remove_stale_reasons()
 
 
@@ -64,7 +64,13 @@ def _leave(error: UltraEPError) -> None:
             file.write(str(error))
 
 
-def _repeat() -> None:
+def is_refused() -> bool:
+    """Whether this is the process that was started first, and a reason has been left for it."""
+    return first_process() == os.getpid() and _path(os.getpid()).exists()
+
+
+def repeat_now() -> None:
+    """Say the reason that was left for this process, once."""
     path = _path(os.getpid())
     with contextlib.suppress(OSError):
         with os.fdopen(open_regular(path), "rb") as file:

@@ -16,6 +16,7 @@ from sglang.srt.utils import is_cpu
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.process import is_refused, repeat_now, repeated_at_exit
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.engines.common.requirements import require_parameters
 from ultraep_serve.engines.sglang.checks import (
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+END = "sglang.srt.utils.common.kill_process_tree"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
 
@@ -55,6 +57,7 @@ DISPATCH = "sglang.srt.layers.moe.token_dispatcher.base.BaseDispatcher._dispatch
 _PARAMETERS = {
     FORWARD: "self forward_batch skip_attn_backend_init pp_proxy_tensors reinit_attn_backend "
     "split_forward_count",
+    END: "parent_pid include_parent skip_pid wait_timeout",
     COMPUTE: "layer x topk_output moe_runner_config",
     DISPATCH: "self hidden_states topk_output",
 }
@@ -77,8 +80,28 @@ def install(config: BalanceConfig) -> None:
         logger.warning("ultraep: %s", told)
     if is_cpu():
         complete_device_module()
+    HookRegistry.register(END, end, HookType.AROUND)
     for target, (hook, kind) in _SchedulerHooks(config).by_target().items():
         HookRegistry.register(target, hook, kind)
+
+
+def end(
+    original: Callable[..., None],
+    parent_pid: int | None,
+    include_parent: bool = True,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """Where a rank has refused to start, end with its reason and status 1.
+
+    Target: ``kill_process_tree``, by which the first process ends itself when a rank has failed;
+    status 137, of SIGKILL, would read as a lack of memory. AROUND. Remove when it exits instead.
+    """
+    if include_parent and parent_pid == os.getpid() and is_refused():
+        original(parent_pid, include_parent=False)
+        repeat_now()
+        os._exit(1)
+    original(parent_pid, include_parent, *rest, **named)
 
 
 class _SchedulerHooks:
@@ -112,10 +135,11 @@ class _SchedulerHooks:
         Target: ``ModelRunner.load_model``, whose loader has run all post-processing when it
         returns. AROUND. Remove when SGLang tells plugins that a model is loaded.
         """
-        if is_cpu() and runner.server_args.ep_size > 1:
-            check_checkpoint(runner.model_config)
-        original(runner)
-        self.loaded(runner)
+        with repeated_at_exit():
+            if is_cpu() and runner.server_args.ep_size > 1:
+                check_checkpoint(runner.model_config)
+            original(runner)
+            self.loaded(runner)
 
     def loaded(self, runner: Any) -> None:
         """Take over the experts of ``runner``'s model; a draft model's stay at home."""
@@ -157,7 +181,8 @@ class _SchedulerHooks:
             output = original(runner, forward_batch, *rest, **named)
             has_prefill = self._tokens.number > 0
         if own_prefill_tokens(forward_batch):
-            self._check_all_routed(runner.model)
+            with repeated_at_exit():
+                self._check_all_routed(runner.model)
         if has_prefill and self._is_made and self._is_loading:
             # In the first one, mostly SGLang's own warm-up request, kernels may still compile.
             self._is_loading = False
@@ -206,11 +231,13 @@ class _SchedulerHooks:
             return
         hooks = self.by_target().items()
         missing = [target for target, (hook, _) in hooks if not _is_in_place(target, hook)]
-        if missing or self._balanced is None:
-            raise UnsupportedError(
-                f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the reason"
-            )
-        self._check_adopted(scheduler.tp_worker.model_runner.model)
+        with repeated_at_exit():
+            if missing or self._balanced is None:
+                named = missing or [LOAD]
+                raise UnsupportedError(
+                    f"SGLang did not apply the hooks on {named}; see its log for the reason"
+                )
+            self._check_adopted(scheduler.tp_worker.model_runner.model)
         self._balanced.mark_ready(logger)
         self._is_made = True
 
