@@ -23,3 +23,4 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (serve.vllm, serve.sglang):
         monkeypatch.setattr(module, "find_spec", lambda name: name)
     monkeypatch.setattr(serve.vllm, "_is_cpu_build", lambda: True)
+    monkeypatch.setattr(serve.vllm, "has_amx", lambda: False)

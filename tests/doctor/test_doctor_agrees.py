@@ -13,8 +13,8 @@ from ultraep_serve.cli import main
 from ultraep_serve.config import SIDECAR_DISTANCE
 from ultraep_serve.system.machine import free_port
 
-MOE = {"num_experts": 16}
-# What is to be served: MODEL, DENSE and BROKEN are local, org/model is not here. PORT is free,
+MOE, FP8 = {"num_experts": 16}, {"quant_method": "fp8"}
+# What is to be served: names in capital letters are local, org/model is not here. PORT is free,
 # TAKEN is another program's, and the sidecar's of a server on NEXT.
 GOOD = [
     "vllm MODEL -tp 2 -ep --port PORT",
@@ -32,6 +32,10 @@ GOOD = [
     "vllm MODEL --port PORT --policy off",
     "vllm DENSE -tp 2 --port PORT --policy off",
     "vllm MODEL -tp 2 --enable-eplb -ep --port PORT --policy off",
+    "vllm MODEL -tp 2 -ep --expert-placement-strategy linear --no-enable-lora --port PORT",
+    "vllm PARTLY -tp 2 -ep --port PORT",
+    "vllm QUANTISED -tp 2 --port PORT --policy off",
+    "sglang MODEL --tp 2 --ep 2 --enable-lora --on-unsupported off --device cpu --port PORT",
     "vllm MODEL -tp 2 -ep --port PORT --slots 4 --speeds 1.0,0.6",
     "sglang MODEL --tp 2 --ep 2 --device cpu --port PORT",
     "sglang MODEL --tp-size 4 --ep-size 4 --nnodes 2 --device cpu --port PORT",
@@ -46,11 +50,26 @@ BAD = [  # and words that both say
     ("sglang MODEL --tp 3 --ep 3 --device cpu", "16 experts do not divide evenly over 3 ranks"),
     ("vllm DENSE -tp 2 -ep --port PORT", "is not a Mixture-of-Experts model"),
     ("vllm BROKEN -tp 2 -ep --port PORT", "mend it or fetch the model again"),
+    ("vllm ./nowhere -tp 2 -ep --port PORT", "./nowhere does not exist; name a directory"),
+    ("sglang /nowhere --policy off --device cpu --port PORT", "/nowhere does not exist; name a"),
+    ("vllm EMPTY -tp 2 -ep --port PORT", "is empty; name a directory"),
+    ("vllm MODEL -tp 2 -ep --enable-lora --port PORT", "; drop --enable-lora"),
+    ("vllm MODEL -tp 2 -ep --enable_lora --policy off --port PORT", "; drop --enable-lora"),
+    ("sglang MODEL --tp 2 --ep 2 --enable-lora --device cpu", "; drop --enable-lora"),
+    ("sglang MODEL --tp 2 --ep 2 --lora-paths a b --device cpu", " and --lora-paths"),
+    ("vllm MODEL -tp 2 -ep --quantization fp8 --port PORT", "AMX; drop --quantization fp8"),
+    ("vllm MODEL -tp 2 -ep -q fp8 --policy off --port PORT", "AMX; drop --quantization fp8"),
+    ("sglang MODEL --tp 2 --ep 2 --quantization fp8 --device cpu", "; drop --quantization fp8"),
+    ("vllm QUANTISED -tp 2 -ep --port PORT", "AMX; use an unquantised checkpoint"),
+    ("sglang QUANTISED --tp 2 --ep 2 --device cpu", "; use an unquantised checkpoint"),
+    ("vllm MODEL -tp 2 -ep --expert-placement-strategy x --port PORT", "placement 'x'; use"),
+    ("sglang MODEL --tp 2 --ep 2 --pp-size 2 --device cpu", "use --pp-size 1"),
     ("vllm MODEL -dp 2 -dpl 2 -ep --data-parallel-multi-port-external-lb", "a port of its own"),
     ("vllm MODEL -tp 2 -ep --port TAKEN", "cannot be used (Address already in use by process"),
     ("vllm MODEL -tp 2 -ep --port NEXT", "choose another --sidecar-port"),
     ("vllm MODEL -tp 2 -ep --port PORT --sidecar-port TAKEN", "choose another --sidecar-port"),
     ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host 192.0.2.1", "192.0.2.1:"),
+    ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host 2001:db8::1", "[2001:db8::1]:"),
     ("vllm MODEL -tp 2 -ep --port PORT --slots 99", "--slots = 99 must be 0 to 64"),
     ("vllm MODEL -tp 2 -ep --port PORT --policy best", "--policy"),
     ("vllm MODEL -tp 2 -ep --port PORT --policy ideal", "add --allow-ideal"),
@@ -67,11 +86,14 @@ def models(tmp_path: Path) -> dict[str, str]:
         "MODEL": json.dumps(MOE),
         "DENSE": json.dumps({"architectures": ["LlamaForCausalLM"]}),
         "BROKEN": "{",
+        "QUANTISED": json.dumps({"text_config": {**MOE, "quantization_config": FP8}}),
+        "PARTLY": json.dumps({**MOE, "quantization_config": {**FP8, "ignore": ["re:.*experts"]}}),
     }
+    (tmp_path / "EMPTY").mkdir()
     for name, text in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
-    return {name: str(tmp_path / name) for name in configs}
+    return {name: str(tmp_path / name) for name in (*configs, "EMPTY")}
 
 
 @contextmanager

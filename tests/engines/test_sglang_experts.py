@@ -129,9 +129,14 @@ def test_quantised_experts_are_refused_by_name_before_they_are_loaded(
     own = hooks._SchedulerHooks(BalanceConfig(policy=policy))
     monkeypatch.setattr(own, "loaded", lambda runner: seen.append("taken over"))
     seen: list[str] = []
-    described = SimpleNamespace(quantization="fp8", model_path="some/model")
+    described = SimpleNamespace(
+        quantization="fp8", model_path="some/model", hf_config=SimpleNamespace()
+    )
     runner = SimpleNamespace(model_config=described, server_args=SimpleNamespace(ep_size=2))
-    with pytest.raises(UnsupportedError, match=r"some/model is quantised \(fp8\).* AVX"):
+    with pytest.raises(UnsupportedError, match=r"is quantised \(fp8\).* AVX.*; drop --quant"):
+        own.load(lambda runner: seen.append("loaded"), runner)
+    described.hf_config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UnsupportedError, match=r"; use an unquantised checkpoint$"):
         own.load(lambda runner: seen.append("loaded"), runner)
     assert seen == []
     described.quantization = None

@@ -28,7 +28,9 @@ from ultraep_serve.types import Policy
 
 FORMATS = ("fp8", "int8", "int4", "mxfp4")  # of which vLLM has kernels for CPUs
 KERNELS = ("CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4")
-MODEL = SimpleNamespace(model="some/model", architectures=["Some"])
+PLAIN = SimpleNamespace()
+QUANTISED = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+MODEL = SimpleNamespace(model="some/model", architectures=["Some"], hf_config=QUANTISED)
 
 
 def config_of_checkpoint(scheme: str, left_alone: list[str]) -> Any:
@@ -54,7 +56,11 @@ def test_quantised_experts_are_refused_by_name_where_vllm_has_no_kernel(
         checks.check_checkpoint(config)
         return
     form = config.quant_config.get_name()
-    with pytest.raises(UnsupportedError, match=f"some/model has {form} experts.* AMX.* AVX"):
+    refused = f"some/model has {form} experts.* AMX.* AVX.*; "
+    with pytest.raises(UnsupportedError, match=f"{refused}use an unquantised checkpoint"):
+        checks.check_checkpoint(config)
+    monkeypatch.setattr(MODEL, "hf_config", PLAIN)  # vLLM quantises it while loading
+    with pytest.raises(UnsupportedError, match=f"{refused}drop --quantization"):
         checks.check_checkpoint(config)
 
 
@@ -66,6 +72,9 @@ def test_checkpoints_whose_experts_are_not_quantised_are_taken(
     config = vllm_layers.engine_config(0, 2, "allgather_reducescatter", NAMES)
     assert config.quant_config is None
     checks.check_checkpoint(config)
+    object.__setattr__(config, "lora_config", object())
+    with pytest.raises(UnsupportedError, match=r"; drop --enable-lora$"):
+        checks.check_checkpoint(config)
 
 
 @pytest.mark.parametrize("policy", [Policy.QUOTA, Policy.OFF])

@@ -18,12 +18,14 @@ __all__ = [
     "describe",
     "free_port",
     "groups_sessions",
+    "has_amx",
     "is_here",
     "why_not_listen",
 ]
 
 _FIRST_PORT = 10_000
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+_CPUS = Path("/proc/cpuinfo")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_CONTROL_GROUP = Path("/proc/self/cgroup")
@@ -53,6 +55,14 @@ def groups_sessions(setting: Path = _AUTOGROUP) -> bool | None:
         return setting.read_text().strip() == "1"
     except OSError:
         return None
+
+
+def has_amx(cpus: Path = _CPUS) -> bool:
+    """Whether cores multiply matrices in tiles (AMX); yes, where nobody may know."""
+    try:
+        return "amx_tile" in cpus.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
 
 
 def available_memory(
@@ -148,9 +158,8 @@ def is_here(host: str) -> bool:
 
 def _cpu_model() -> str:
     """From /proc/cpuinfo where there is one: ``platform`` says little on Linux."""
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+    if _CPUS.exists():
+        for line in _CPUS.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
             if name.strip() == "model name":
                 return value.strip()

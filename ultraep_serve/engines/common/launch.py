@@ -15,17 +15,21 @@ from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.files import read_object
 
 __all__ = [
+    "NO_LORA",
     "EngineCommand",
     "EngineFlags",
     "RankCount",
     "allocator",
+    "check_cpu_experts",
     "check_experts",
+    "check_model",
     "check_plugin",
     "count_experts",
     "experts_of",
     "package_folder",
 ]
 
+NO_LORA = "LoRA on experts is not there yet; drop --enable-lora"
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -73,6 +77,44 @@ def check_plugin(engine: str, group: str) -> None:
         )
     if problem := left_out(engine):
         raise ConfigError(problem)
+
+
+def check_model(model: str) -> None:
+    """Refuse a path where no model is. Raises ConfigError.
+
+    What begins with no directory may be a name in a hub.
+    """
+    path = Path(model)
+    if model.startswith(("/", ".", "~")) and not path.exists():
+        raise ConfigError(f"{model} does not exist; name a directory that holds a model")
+    if path.is_dir() and next(path.iterdir(), None) is None:
+        raise ConfigError(f"{model} is empty; name a directory that holds a model")
+
+
+def check_cpu_experts(model: str, quantization: str | None, needed: str) -> None:
+    """Refuse quantised experts, balanced or not, where what they ``needed`` is missing.
+
+    ``quantization`` is what the engine's flag of that name says. A checkpoint that names experts
+    among what was left as it was may have plain ones. Raises UnsupportedError, ConfigError.
+    """
+    of_model = _quantised_by(_configuration(model) or {})
+    if "expert" in str(of_model):
+        return
+    if of_model:
+        what, remedy = f"{model} is quantised", "use an unquantised checkpoint"
+    elif quantization:
+        what = f"--quantization {quantization} quantises experts"
+        remedy = f"drop --quantization {quantization}"
+    else:
+        return
+    raise UnsupportedError(f"{what}, which needs {needed}; {remedy}", otherwise="")
+
+
+def _quantised_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The format of a checkpoint by its model's configuration; empty where it is in none."""
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    found = (part.get("quantization_config") for part in parts)
+    return next((one for one in found if isinstance(one, dict)), {})
 
 
 def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int | None) -> None:

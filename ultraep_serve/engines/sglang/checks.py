@@ -13,6 +13,7 @@ from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.engines.sglang.host import ACTIVATIONS
+from ultraep_serve.engines.sglang.launch import ANYWHERE
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.versions import SGLANG, NewerEngine
@@ -49,10 +50,12 @@ def check_engine(newer: NewerEngine = "refuse") -> str:
 def check_checkpoint(model_config: Any) -> None:
     """Raise UnsupportedError, before loading, for experts that no verified kernel on CPU takes."""
     if model_config.quantization is not None:
+        of_checkpoint = getattr(model_config.hf_config, "quantization_config", None)
+        remedy = "use an unquantised checkpoint" if of_checkpoint else "drop --quantization"
         raise UnsupportedError(
             f"{model_config.model_path} is quantised ({model_config.quantization}), which on a CPU "
             f"(this one has {torch.backends.cpu.get_cpu_capability()}) has not been verified with "
-            "expert parallelism; use an unquantised checkpoint",
+            f"expert parallelism; {remedy}",
             otherwise="",
         )
 
@@ -159,27 +162,6 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
     return None
 
 
-_ANYWHERE: tuple[Requirement, ...] = (
-    (
-        "ep_dispatch_algorithm",
-        lambda name: name != "lp",
-        "--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it",
-    ),
-    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
-    ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
-    ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
-    ("init_expert_location", "trivial", "--init-expert-location must be trivial"),
-    ("enable_lora", (None, False), "LoRA on experts is not there yet; drop --enable-lora"),
-    (
-        "enable_two_batch_overlap",
-        False,
-        "with --enable-two-batch-overlap one batch's weights would be written where the other's "
-        "are still read; drop it",
-    ),
-    ("enable_torch_compile", False, "--enable-torch-compile is not there yet; drop it"),
-    ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),
-    ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
-)
 _ON_CPU: tuple[Requirement, ...] = (
     ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
     ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
@@ -234,7 +216,7 @@ _ON_GPU: tuple[Requirement, ...] = (
 def check_settings(settings: "ServerArgs") -> None:
     """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
     if problem := (
-        unmet(settings, [*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)])
+        unmet(settings, [*ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)])
         or _wrong_sizes(settings)
         or (None if is_cpu() else _wrong_phases(settings))
     ):

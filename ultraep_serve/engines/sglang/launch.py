@@ -8,11 +8,14 @@ from pathlib import Path
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.launch import (
+    NO_LORA,
     EngineCommand,
     EngineFlags,
     RankCount,
     allocator,
+    check_cpu_experts,
     check_experts,
+    check_model,
     check_plugin,
 )
 from ultraep_serve.engines.common.requirements import Requirement, unmet
@@ -23,6 +26,7 @@ from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.types import Policy
 
 __all__ = [
+    "ANYWHERE",
     "DEFAULT_PORT",
     "count_micro_batches",
     "count_ranks",
@@ -59,6 +63,15 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--enforce-shared-experts-fusion", action="store_true")
     parser.add_argument("--enable-eplb", action="store_true")
     parser.add_argument("--enable-waterfill", action="store_true")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-paths", nargs="*")
+    parser.add_argument("--enable-two-batch-overlap", action="store_true")
+    parser.add_argument("--enable-torch-compile", action="store_true")
+    parser.add_argument("--ep-num-redundant-experts", type=int, default=0)
+    parser.add_argument("--init-expert-location", default="trivial")
+    parser.add_argument("--startup-weight-load-mode", default="serial")
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--quantization")
     parser.add_argument("--config")
     return parser.parse_known_args(flags)[0]
 
@@ -97,13 +110,17 @@ def _check(model: str, parsed: argparse.Namespace, config: BalanceConfig, on_cpu
             f"SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
             "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
         )
+    check_model(model)
+    if on_cpu and parsed.ep_size > 1:
+        check_cpu_experts(model, parsed.quantization, "a GPU")
     if config.policy is Policy.OFF:
         return
     check_plugin("sglang", _GROUP)
     check_experts(model, "SGLang", config, None if parsed.config else parsed.tp_size)
     if not parsed.config:
         _check_parallelism(parsed)
-    if problem := unmet(parsed, _CONFLICTS):
+    problem = unmet(parsed, [*ANYWHERE, ("lora_paths", None, f"{NO_LORA} and --lora-paths")])
+    if problem and config.on_unsupported == "error":
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
@@ -131,15 +148,27 @@ def _check_parallelism(parsed: argparse.Namespace) -> None:
     raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
-# SGLang's own ways of evening out the load; two of them at once would undo each other.
-_CONFLICTS: tuple[Requirement, ...] = (
-    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
-    ("enable_waterfill", False, "--enable-waterfill moves the same tokens; drop it"),
+# Of SGLang's settings, as flags give them and as it resolves them, wherever it computes.
+ANYWHERE: tuple[Requirement, ...] = (
     (
         "ep_dispatch_algorithm",
         lambda name: name != "lp",
         "--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it",
     ),
+    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
+    ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
+    ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
+    ("init_expert_location", "trivial", "--init-expert-location must be trivial"),
+    ("enable_lora", (None, False), NO_LORA),
+    (
+        "enable_two_batch_overlap",
+        False,
+        "with --enable-two-batch-overlap one batch's weights would be written where the other's "
+        "are still read; drop it",
+    ),
+    ("enable_torch_compile", False, "--enable-torch-compile is not there yet; drop it"),
+    ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),
+    ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
 )
 
 

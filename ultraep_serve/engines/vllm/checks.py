@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
+from ultraep_serve.engines.common.launch import NO_LORA
 from ultraep_serve.engines.common.requirements import (
     Requirement,
     require_parameters,
@@ -105,6 +106,7 @@ _ROUTED_OUTSIDE: Requirement = (
     "--moe-backend {value} sends tokens to experts inside one kernel, by logical ids; "
     "use --moe-backend marlin",
 )
+_WITHOUT_LORA: Requirement = ("lora_config", None, NO_LORA)
 _ON_GPU: tuple[Requirement, ...] = (
     _ROUTED_OUTSIDE,
     (
@@ -112,7 +114,7 @@ _ON_GPU: tuple[Requirement, ...] = (
         False,
         "the number of ranks must stay as it is; drop --enable-elastic-ep",
     ),
-    ("lora_config", None, "LoRA on experts is not there yet; drop --enable-lora"),
+    _WITHOUT_LORA,
     (
         "model_config",
         lambda model: model is None or not model.enable_sleep_mode,
@@ -159,20 +161,27 @@ def _check_contracts(package: Package) -> None:
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
-    """Raise UnsupportedError where this CPU lacks the instructions for the checkpoint's experts.
+    """Raise UnsupportedError where this CPU cannot compute the experts, before they are loaded.
 
-    vLLM's kernels for quantised experts on x86-64 ask for AMX. Without it vLLM ends at load, with
-    an error that names neither the format nor the instructions. Verified with 0.32.
+    With LoRA vLLM takes a kernel for GPUs, whatever adapters change. Its kernels for quantised
+    experts on x86-64 ask for AMX. Without it vLLM ends at load, with an error that names neither
+    the format nor the instructions. Verified with 0.32.
     """
+    if not current_platform.is_cpu():
+        return
+    if problem := unmet(vllm_config, [_WITHOUT_LORA]):
+        raise UnsupportedError(problem, otherwise="")
     quant_config = vllm_config.quant_config
-    if not current_platform.is_cpu() or quant_config is None or has_amx():
+    if quant_config is None or has_amx():
         return
     if any("expert" in str(name) for name in _left_alone(quant_config)):
         return  # the experts may be as they were; ``check_cpu_execution`` looks at the layers
+    model = vllm_config.model_config
+    of_checkpoint = getattr(model.hf_config, "quantization_config", None)
+    remedy = "use an unquantised checkpoint" if of_checkpoint else "drop --quantization"
     raise UnsupportedError(
-        f"{vllm_config.model_config.model} has {quant_config.get_name()} experts, which vLLM "
-        f"computes on CPUs with AMX; this one has {torch.backends.cpu.get_cpu_capability()}; "
-        "use an unquantised checkpoint",
+        f"{model.model} has {quant_config.get_name()} experts, which vLLM computes on CPUs with "
+        f"AMX; this one has {torch.backends.cpu.get_cpu_capability()}; {remedy}",
         otherwise="",
     )
 

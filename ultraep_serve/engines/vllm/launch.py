@@ -17,19 +17,23 @@ from importlib.util import find_spec
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import SETTING
 from ultraep_serve.engines.common.launch import (
+    NO_LORA,
     EngineCommand,
     EngineFlags,
     RankCount,
     allocator,
+    check_cpu_experts,
     check_experts,
+    check_model,
     check_plugin,
 )
+from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.cores import cores_of_ranks
 from ultraep_serve.system.environment import child_environment, engine_variable
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.gpu_packages import require_fit_packages
-from ultraep_serve.system.machine import available_memory
+from ultraep_serve.system.machine import available_memory, has_amx
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -64,6 +68,11 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
     parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--enable-elastic-ep", action="store_true")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--expert-placement-strategy", default="linear")
+    parser.add_argument("--quantization", "-q")
     parser.add_argument("--enable-dbo", action="store_true")
     parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")
@@ -113,13 +122,24 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
             """--additional-config '{"ultraep": {"sidecar": {}}}'""",
             otherwise="",
         )
+    check_model(model)
+    if _is_cpu_build() and parsed.enable_expert_parallel:
+        _check_cpu(model, parsed)
     if config.policy is Policy.OFF:
         return
     check_plugin("vllm", _GROUP)
     check_experts(model, "vLLM", config, None if parsed.config else ranks.in_stage)
     if not parsed.config:
         _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
-    _check_conflicts(parsed)
+    _check_conflicts(parsed, config)
+
+
+def _check_cpu(model: str, parsed: argparse.Namespace) -> None:
+    """Refuse experts that no kernel on this CPU computes with expert parallelism."""
+    if parsed.enable_lora:
+        raise UnsupportedError(NO_LORA, otherwise="")
+    if not has_amx():
+        check_cpu_experts(model, parsed.quantization, "a CPU with AMX")
 
 
 def _with_setting(flags: list[str], config: BalanceConfig) -> list[str]:
@@ -180,12 +200,28 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
         )
 
 
-def _check_conflicts(parsed: argparse.Namespace) -> None:
-    problem = None
-    if parsed.enable_eplb:
-        problem = "--enable-eplb moves the same weights; drop it"
-    elif _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
+# What the adapter refuses of vLLM's configuration and layers, by the flags that lead to it.
+_ANYWHERE: tuple[Requirement, ...] = (
+    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
+    ("enable_lora", False, NO_LORA),
+    (
+        "expert_placement_strategy",
+        "linear",
+        "expert placement {value!r}; use --expert-placement-strategy linear",
+    ),
+)
+_ON_GPU: tuple[Requirement, ...] = (
+    ("enable_elastic_ep", False, "the number of ranks must stay; drop --enable-elastic-ep"),
+    ("enable_sleep_mode", False, "moved weights do not sleep; drop --enable-sleep-mode"),
+)
+
+
+def _check_conflicts(parsed: argparse.Namespace, config: BalanceConfig) -> None:
+    problem, on_cpu = None, _is_cpu_build()
+    if on_cpu and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
         problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
+    elif config.on_unsupported == "error":
+        problem = unmet(parsed, [*_ANYWHERE, *(() if on_cpu else _ON_GPU)])
     if problem is not None:
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
