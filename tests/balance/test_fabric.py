@@ -1,5 +1,6 @@
 """HostFabric between real processes: rows, layouts, and a typed error where a rank is missing."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,22 @@ def test_rows_of_thousands_of_epochs(run_path: Path, num_ranks: int, epochs: int
     """Also between more ranks than there are cores."""
     assert run_ranks(exchange_many, num_ranks, num_ranks, run_path, epochs) == [0] * num_ranks
     assert list(run_path.iterdir()) == []
+
+
+def test_ranks_that_let_nobody_look_into_them_share_memory(run_path: Path) -> None:
+    run_path.chmod(0o777)
+    assert run_ranks(exchange_hidden, 2, run_path) == [0, 0]
+
+
+def exchange_hidden(rank: int, run_path: Path) -> int:
+    """Wrong rows seen by a process as hardened containers make it."""
+    if not os.getuid():  # who may look into every process
+        os.setgid(65534)
+        os.setuid(65534)
+    set_dumpable = 4
+    assert not ctypes.CDLL(None).prctl(set_dumpable, 0)
+    assert Path("/proc/self/fd").stat().st_uid == 0  # so it is closed to the other rank
+    return exchange_many(rank, 2, run_path, 20)
 
 
 def exchange_many(rank: int, num_ranks: int, run_path: Path, epochs: int) -> int:

@@ -153,10 +153,12 @@ def model(tmp_path: Path) -> str:
 def test_weights_and_slots_are_weighed_against_memory(model: str) -> None:
     assert checkpoint_bytes(model) == (104 << 20, 3 << 20)
     half = Subject(model=model, ranks=RankCount(4, 2, 1, 2), micro_batches=2)
-    (found,) = check_memory(half, 200 << 20)
-    assert found.seen.startswith("weights 52.0 MiB and slots 24.0 MiB on this host, 200.0 MiB av")
-    assert statuses(check_memory(half, 80 << 20)) == [Status.WARNING]
-    assert statuses(check_memory(half, 60 << 20)) == [Status.ERROR]
+    (found,) = check_memory(half, 4 * GIB)
+    assert found.seen == "weights 52.0 MiB and slots 24.0 MiB on this host, 4.0 GiB available"
+    assert statuses(check_memory(half, 2 * GIB)) == [Status.WARNING]
+    (found,) = check_memory(half, 900 << 20)
+    assert found.status is Status.ERROR
+    assert found.seen.endswith("; 4 processes take 1.8 GiB more")
     assert check_memory(Subject(), 0) == []
     (model_of,) = check_model(replace(half, ranks=RankCount(2, 2, 1, 2)))
     assert model_of.seen == "2 experts in each MoE layer, 1 on each of 2 ranks"
@@ -167,7 +169,7 @@ def test_a_damaged_checkpoint_is_an_error(content: bytes, model: str) -> None:
     (Path(model) / "model-1-of-2.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match="not in safetensors' format"):
         checkpoint_bytes(model)
-    assert statuses(check_memory(Subject(model=model), GIB)) == [Status.ERROR]
+    assert statuses(check_memory(Subject(model=model), 9 * GIB)) == [Status.ERROR]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ __all__ = ["check_memory", "check_shared_memory"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
+_PROCESS_BYTES = 448 << 20  # that a process of vLLM holds for itself before it has a model
+_OTHER_PROCESSES = 2  # of an engine, beside its ranks
 _TYPICAL_EXPERTS = 256
 _TIGHT = 0.9  # of the memory; what is left is for the KV cache, activations and other processes
 _MOST_HEADER = 64 << 20  # bytes
@@ -50,10 +52,10 @@ def ring_bytes(subject: Subject) -> int:
 
 
 def check_memory(subject: Subject, available: int | None = None) -> list[Finding]:
-    """Weights and slots of this host against its memory; nothing where no model is given here.
+    """Weights, slots and processes of this host against its memory; nothing without a model here.
 
-    The KV cache, activations and the processes themselves come on top. ``available`` in bytes;
-    None: what this process may still take.
+    The KV cache and activations come on top. ``available`` in bytes; None: what this process may
+    still take.
     """
     if subject.model is None:
         return []
@@ -69,9 +71,13 @@ def check_memory(subject: Subject, available: int | None = None) -> list[Finding
         remedy = "compare this with the machine's memory"
         return [warning("memory", f"{seen}; available memory is not known", remedy)]
     seen += f", {size(available)} available"
-    if weights + slots > available:
+    number = subject.ranks.here + _OTHER_PROCESSES
+    needed = weights + slots + number * _PROCESS_BYTES
+    if needed > _TIGHT * available:
+        seen += f"; {number} processes take {size(number * _PROCESS_BYTES)} more"
+    if needed > available:
         return [error("memory", seen, "use a smaller model, fewer slots, or a larger machine")]
-    if weights + slots > _TIGHT * available:
+    if needed > _TIGHT * available:
         remedy = "little is left for the KV cache: use a larger machine"
         return [warning("memory", seen, remedy)]
     return [ok("memory", seen)]
