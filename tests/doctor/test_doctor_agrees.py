@@ -52,7 +52,6 @@ BAD = [  # and words that both say
     ("vllm BROKEN -tp 2 -ep --port PORT", "mend it or fetch the model again"),
     ("vllm ./nowhere -tp 2 -ep --port PORT", "./nowhere does not exist; name a directory"),
     ("sglang /nowhere --policy off --device cpu --port PORT", "/nowhere does not exist; name a"),
-    ("vllm EMPTY -tp 2 -ep --port PORT", "is empty; name a directory"),
     ("vllm MODEL -tp 2 -ep --enable-lora --port PORT", "; drop --enable-lora"),
     ("vllm MODEL -tp 2 -ep --enable_lora --policy off --port PORT", "; drop --enable-lora"),
     ("sglang MODEL --tp 2 --ep 2 --enable-lora --device cpu", "; drop --enable-lora"),
@@ -62,7 +61,10 @@ BAD = [  # and words that both say
     ("sglang MODEL --tp 2 --ep 2 --quantization fp8 --device cpu", "; drop --quantization fp8"),
     ("vllm QUANTISED -tp 2 -ep --port PORT", "AMX; use an unquantised checkpoint"),
     ("sglang QUANTISED --tp 2 --ep 2 --device cpu", "; use an unquantised checkpoint"),
-    ("vllm MODEL -tp 2 -ep --expert-placement-strategy x --port PORT", "placement 'x'; use"),
+    (
+        "vllm MODEL -tp 2 -ep --expert-placement-strategy x --port PORT",
+        "use --expert-placement-strategy linear",
+    ),
     ("sglang MODEL --tp 2 --ep 2 --pp-size 2 --device cpu", "use --pp-size 1"),
     ("vllm MODEL -dp 2 -dpl 2 -ep --data-parallel-multi-port-external-lb", "a port of its own"),
     ("vllm MODEL -tp 2 -ep --port TAKEN", "cannot be used (Address already in use by process"),
@@ -89,11 +91,10 @@ def models(tmp_path: Path) -> dict[str, str]:
         "QUANTISED": json.dumps({"text_config": {**MOE, "quantization_config": FP8}}),
         "PARTLY": json.dumps({**MOE, "quantization_config": {**FP8, "ignore": ["re:.*experts"]}}),
     }
-    (tmp_path / "EMPTY").mkdir()
     for name, text in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
-    return {name: str(tmp_path / name) for name in (*configs, "EMPTY")}
+    return {name: str(tmp_path / name) for name in configs}
 
 
 @contextmanager

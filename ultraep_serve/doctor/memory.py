@@ -17,8 +17,7 @@ __all__ = ["check_memory", "check_shared_memory"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
-_PROCESS_BYTES = 448 << 20  # that a process of vLLM holds for itself before it has a model
-_OTHER_PROCESSES = 2  # of an engine, beside its ranks
+_PROCESS_BYTES = 448 << 20  # that a process of vLLM holds before it has a model
 _TYPICAL_EXPERTS = 256
 _TIGHT = 0.9  # of the memory; what is left is for the KV cache, activations and other processes
 _MOST_HEADER = 64 << 20  # bytes
@@ -71,7 +70,7 @@ def check_memory(subject: Subject, available: int | None = None) -> list[Finding
         remedy = "compare this with the machine's memory"
         return [warning("memory", f"{seen}; available memory is not known", remedy)]
     seen += f", {size(available)} available"
-    number = subject.ranks.here + _OTHER_PROCESSES
+    number = subject.ranks.here + 2  # an engine's own, beside its ranks
     needed = weights + slots + number * _PROCESS_BYTES
     if needed > _TIGHT * available:
         seen += f"; {number} processes take {size(number * _PROCESS_BYTES)} more"

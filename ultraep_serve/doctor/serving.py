@@ -9,8 +9,6 @@ from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.launch import count_experts
 from ultraep_serve.errors import NoServerError, UnsupportedError
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
-from ultraep_serve.system.listeners import listening_addresses
-from ultraep_serve.system.machine import address_of
 from ultraep_serve.system.topology import locate
 
 __all__ = ["check_flags", "check_hosts", "check_model", "check_server"]
@@ -77,16 +75,15 @@ def check_server(subject: Subject) -> list[Finding]:
 def _engine_health(port: int) -> Finding:
     # Never through a proxy: this is the local machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    host = next(iter(listening_addresses(port)), "127.0.0.1")
     try:
-        with opener.open(f"http://{address_of(host, port)}/health", timeout=_SECONDS):
+        with opener.open(f"http://127.0.0.1:{port}/health", timeout=_SECONDS):
             return ok("server", f"port {port}: /health answers 200")
     except urllib.error.HTTPError as refusal:
         seen = f"port {port}: /health answers {refusal.code}"
         refusal.close()
         return error("server", seen, "read the engine's log")
     except (OSError, ValueError) as reason:
-        seen = f"port {port}: no answer ({getattr(reason, 'reason', reason)})"
+        seen = f"127.0.0.1:{port}: no answer ({getattr(reason, 'reason', reason)})"
         return error("server", seen, "wait until the model is loaded; then read the engine's log")
 
 

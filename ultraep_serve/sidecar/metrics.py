@@ -25,12 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ultraep_serve.sidecar.proof import failures, verified_layers
-from ultraep_serve.sidecar.statistics import (
-    decision_names,
-    mean_floor,
-    rank_speeds,
-    spent_seconds,
-)
+from ultraep_serve.sidecar.statistics import decision_names, mean_floor, rank_speeds, spent_seconds
 from ultraep_serve.sidecar.store import Held, RankView, RunStore
 from ultraep_serve.sidecar.window import BOUNDS, Totals, considered
 from ultraep_serve.telemetry.ring import RingHeader

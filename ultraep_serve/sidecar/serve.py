@@ -64,11 +64,10 @@ def _stand_apart() -> None:
     """Take no signals of the engine's terminal, and any core: engines pin ranks to a few.
 
     The session stays the engine's: Linux may share cores out by session, and a process of another
-    one would wait while ranks compute all the time. A terminal that closes ends the engine, and the
-    sidecar after it, which removes what ranks have left.
+    one would wait while ranks compute all the time.
     """
     os.setpgrp()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it ends after the engine, and tidies up
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
@@ -161,8 +160,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = why_not_listen(host, port) or error
         raise ConfigError(
-            f"cannot serve on {address_of(host, port)}: {reason}; choose another with --host or "
-            "--port"
+            f"cannot serve on {address_of(host, port)}: {reason}; choose another --host or --port"
         ) from error
 
 

@@ -113,10 +113,7 @@ def write_json(path: Path, document: Any) -> None:
 def parse_object(
     text: str, name: str, error: type[UltraEPError] = ConfigError, *, is_ours: bool = False
 ) -> dict[str, Any]:
-    """``text`` as a JSON object. Raises ``error``, with ``name``, for anything else.
-
-    In what ``is_ours`` a name that is given twice is wrong, too.
-    """
+    """``text`` as a JSON object; in ours no name is given twice. Raises ``error`` with ``name``."""
     try:
         value = json.loads(text, object_pairs_hook=named_once if is_ours else None)
     except (ValueError, RecursionError) as reason:

@@ -57,12 +57,9 @@ def groups_sessions(setting: Path = _AUTOGROUP) -> bool | None:
         return None
 
 
-def has_amx(cpus: Path = _CPUS) -> bool:
+def has_amx() -> bool:
     """Whether cores multiply matrices in tiles (AMX); yes, where nobody may know."""
-    try:
-        return "amx_tile" in cpus.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
+    return not _CPUS.exists() or "amx_tile" in _CPUS.read_text(errors="replace")
 
 
 def available_memory(

@@ -107,10 +107,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _require_plain(node: Any, seen: set[int]) -> None:
-    """Raise ValueError where YAML gives a name twice, or names a part of itself to repeat it.
-
-    Parts that repeat others can make a few lines as long as memory lasts.
-    """
+    """Raise ValueError where YAML gives a name twice, or repeats a part of itself."""
     if id(node) in seen:
         raise ValueError("an alias (*) stands in it; write out what it stands for")
     seen.add(id(node))

@@ -8,11 +8,7 @@ import numpy as np
 from ultraep_serve.errors import RingError
 from ultraep_serve.system.files import SharedFile
 from ultraep_serve.telemetry.record import RecordArray, record_checksum, record_dtype
-from ultraep_serve.telemetry.ring import (
-    HEADER_BYTES,
-    RingHeader,
-    parse_header,
-)
+from ultraep_serve.telemetry.ring import HEADER_BYTES, RingHeader, parse_header
 from ultraep_serve.types import Decision, Policy
 
 __all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]

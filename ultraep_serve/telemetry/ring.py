@@ -15,21 +15,9 @@ from typing import Any
 import numpy as np
 
 from ultraep_serve.errors import RingError
-from ultraep_serve.system.topology import (
-    Location,
-    domains_fit,
-    is_process_alive,
-    process_namespace,
-)
+from ultraep_serve.system.topology import Location, domains_fit, is_process_alive, process_namespace
 from ultraep_serve.telemetry.record import padded, record_dtype
-from ultraep_serve.types import (
-    CheckResult,
-    Decision,
-    ExpertShape,
-    Policy,
-    Stage,
-    VerificationCheck,
-)
+from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, Stage, VerificationCheck
 
 __all__ = [
     "HEADER_BYTES",

@@ -10,12 +10,7 @@ import torch
 from ultraep_kernels.device.plan import plan
 from ultraep_kernels.device.relays import has_relays
 
-from ultraep_serve.balance.backend import (
-    GroupSetup,
-    LayerSlots,
-    PolicySource,
-    row_width,
-)
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer, DeviceSamples
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits

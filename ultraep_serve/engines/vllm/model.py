@@ -17,13 +17,7 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_dp_group,
-    get_ep_group,
-    get_pp_group,
-    get_tp_group,
-    get_world_group,
-)
+from vllm.distributed import get_dp_group, get_ep_group, get_pp_group, get_tp_group, get_world_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
