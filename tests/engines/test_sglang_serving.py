@@ -1,6 +1,5 @@
 """The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from tests.support.serving_checks import (
     PROMPTS,
     balance,
     check_balanced,
-    refused,
     run_paths,
     served,
 )
@@ -32,8 +30,6 @@ from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
-
-RANKS = ("--tp-size", "2", "--ep-size", "2")
 
 
 def serve(model: Path, tmp_path: Path, *extra: str, dtype: str = "float32") -> BalancedServer:
@@ -131,29 +127,6 @@ def test_engine_that_would_not_load_the_plugin_is_not_started(
     server = serve(qwen3, tmp_path)
     with pytest.raises(ServerError, match="leaves ultraep_serve out"), server:
         pass
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ((*RANKS, "--policy", "best"), "must be 'off', 'quota' or 'ideal'"),
-        ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
-        ((), "--tp-size 2 --ep-size 2"),
-        (("--tp-size", "2"), "--ep-size 1 below --tp-size 2"),
-        ((*RANKS, "--enable-eplb"), "--enable-eplb"),
-        ((*RANKS, "--enable-waterfill"), "--enable-waterfill"),
-        ((*RANKS, "--ep-dispatch-algorithm", "lp"), "LPLB"),
-    ],
-)
-def test_bad_settings_are_refused_with_what_is_valid(
-    qwen3: Path, flags: tuple[str, ...], says: str
-) -> None:
-    assert says in refused("sglang", str(qwen3), *flags)
-
-
-def test_model_without_experts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert "not a Mixture-of-Experts model" in refused("sglang", str(tmp_path), *RANKS)
 
 
 def test_unverified_version_ends_every_process(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from tests.support.serving_checks import (
     PROMPTS,
     balance,
     check_balanced,
-    refused,
     run_paths,
     served,
 )
@@ -37,7 +35,6 @@ from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import LoadTrace
-from ultraep_serve.errors import ServerError
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
@@ -64,7 +61,17 @@ class TestTensorParallel:
     def test_a_recorded_trace_shows_the_imbalance_that_was_served(
         self, server: BalancedServer, tmp_path: Path
     ) -> None:
-        check_recorded_trace(server, tmp_path)
+        with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+            sidecar.set_policy(Policy.QUOTA)
+            since_ns = time.time_ns()
+            trace = record_one_prompt(server, tmp_path / "quota.npz")
+            served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
+        spec = tiny_qwen3()
+        assert (trace.num_batches, trace.num_layers) == (4, spec.num_layers)
+        assert trace.num_experts == spec.num_experts
+        assert trace.metadata["missed_records"] == 0
+        replayed = replay(trace, ReplayOptions(num_ranks=2), [policy_function("off")])
+        assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-2)
 
     def test_without_balancing_tokens_are_the_same_and_nothing_of_ours_is_left(
         self, server: BalancedServer, qwen3: Path, tmp_path: Path
@@ -75,7 +82,10 @@ class TestTensorParallel:
             assert run_paths(plain) == []
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{plain.sidecar_url}/healthz")
-            check_bench(server)
+            options = PrefillOptions(prompt_tokens=(512,), repeats=2, warmup=0)
+            (row,) = measure_server(server, options, "")["rows"]
+        assert (row["rounds"], row["prompt_tokens"]) == (2, 512)
+        assert set(row["ttft_seconds"]) == {"off", "quota"}
         assert compare_tokens(off, alone).identical == len(PROMPTS)
 
     def test_killed_rank_ends_the_server_and_leaves_nothing(self, server: BalancedServer) -> None:
@@ -101,11 +111,6 @@ class TestDataParallel:
     def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
 
-    def test_a_recorded_trace_shows_the_imbalance_that_was_served(
-        self, server: BalancedServer, tmp_path: Path
-    ) -> None:
-        check_recorded_trace(server, tmp_path)
-
     def test_a_killed_server_takes_everything_down_and_leaves_nothing(
         self, server: BalancedServer
     ) -> None:
@@ -130,13 +135,6 @@ def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_p
         assert all(rank["bytes_received"] > 0 for rank in found["ranks"][::2])
 
 
-def check_bench(server: BalancedServer) -> None:
-    options = PrefillOptions(prompt_tokens=(512,), repeats=2, warmup=0)
-    (row,) = measure_server(server, options, "")["rows"]
-    assert (row["rounds"], row["prompt_tokens"]) == (2, 512)
-    assert set(row["ttft_seconds"]) == {"off", "quota"}
-
-
 def wait_until_not_ready(server: BalancedServer) -> None:
     """503 with a reason, or no sidecar any more because the server has ended already."""
     deadline = time.monotonic() + 30
@@ -152,58 +150,12 @@ def wait_until_not_ready(server: BalancedServer) -> None:
     pytest.fail("/readyz stays 200 after a rank was killed")
 
 
-RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ((*RANKS, "--policy", "best"), "must be 'off', 'quota' or 'ideal'"),
-        ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
-        ((*RANKS, "--slots", "-1"), "--slots = -1 must be 0 to 64"),
-        ((), "--tensor-parallel-size 2"),
-        (("--pipeline-parallel-size", "2", "--enable-expert-parallel"), "--tensor-parallel-size 2"),
-        (("--tensor-parallel-size", "2"), "--enable-expert-parallel"),
-    ],
-)
-def test_bad_settings_are_refused_with_what_is_valid(
-    qwen3: Path, flags: tuple[str, ...], says: str
-) -> None:
-    assert says in refused("vllm", str(qwen3), *flags)
-
-
-def test_model_without_experts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert "not a Mixture-of-Experts model" in refused("vllm", str(tmp_path), *RANKS)
-
-
-UNEVEN = ("--data-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager")
-
-
-@pytest.fixture(scope="module")
-def seven_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose experts do not divide evenly over two ranks."""
-    spec = replace(tiny_qwen3(1.0, num_ranks=1), num_experts=7)
-    return make_model(tmp_path_factory.mktemp("models") / "seven", spec)
-
-
-def test_layer_that_cannot_be_balanced_stops_the_server(
-    seven_experts: Path, tmp_path: Path
-) -> None:
-    server = BalancedServer(
-        seven_experts, [*UNEVEN, "--max-model-len", str(CONTEXT)], tmp_path / "log"
-    )
-    with pytest.raises(ServerError), server:
-        pass
-    assert "experts do not divide evenly over 2 ranks" in (tmp_path / "log").read_text()
-    until(lambda: not run_paths(server), 30.0)
-
-
-def test_layer_that_cannot_be_balanced_serves_plainly_on_request(
-    seven_experts: Path, tmp_path: Path
-) -> None:
-    flags = [*UNEVEN, "--max-model-len", str(CONTEXT), "--on-unsupported", "off"]
-    with BalancedServer(seven_experts, flags, tmp_path / "log") as server:
+def test_layer_that_cannot_be_balanced_serves_plainly_on_request(tmp_path: Path) -> None:
+    """Seven experts do not divide evenly over two ranks."""
+    seven = make_model(tmp_path / "model", replace(tiny_qwen3(1.0, num_ranks=1), num_experts=7))
+    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager"]
+    flags += ["--max-model-len", str(CONTEXT), "--on-unsupported", "off"]
+    with BalancedServer(seven, flags, tmp_path / "log") as server:
         assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
     assert "serving without balancing" in (tmp_path / "log").read_text()
 
@@ -220,18 +172,3 @@ def record_one_prompt(server: BalancedServer, out: Path) -> LoadTrace:
     trace = load_trace(out)
     assert isinstance(trace, LoadTrace)
     return trace
-
-
-def check_recorded_trace(server: BalancedServer, directory: Path) -> None:
-    """``ultraep-serve record`` records the loads that were balanced."""
-    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
-        sidecar.set_policy(Policy.QUOTA)
-        since_ns = time.time_ns()
-        trace = record_one_prompt(server, directory / "quota.npz")
-        served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
-    spec = tiny_qwen3()
-    assert (trace.num_batches, trace.num_layers) == (4, spec.num_layers)
-    assert trace.num_experts == spec.num_experts
-    assert trace.metadata["missed_records"] == 0
-    replayed = replay(trace, ReplayOptions(num_ranks=2), [policy_function("off")])
-    assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-2)

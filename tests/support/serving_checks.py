@@ -1,8 +1,6 @@
 """What the tests of both engines' servers have in common."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -170,11 +168,3 @@ def check_two_hosts(first: BalancedServer, second: BalancedServer, num_layers: i
     )
     assert refusal.status_code == 409
     assert "ask the sidecar there" in refusal.json()["detail"]
-
-
-def refused(engine: str, *arguments: str) -> str:
-    """stderr of a command that must fail at once."""
-    command = [sys.executable, "-m", "ultraep_serve.cli", engine, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    return result.stderr
