@@ -6,6 +6,7 @@ process does, and then all is as it was asked; ``ends``, every process has ended
 failure: ``hangs`` (neither ends nor goes on), or ``leaves`` and what was left behind.
 """
 
+import itertools
 import os
 import resource
 import shutil
@@ -15,10 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -33,14 +34,11 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["FILES", "FILE_FAULTS", "LIMITS", "PROCESSES", "SIGNALS", "STAGES", "Fault", "inject"]
+__all__ = ["PROCESSES", "STAGES", "Fault", "inject"]
 
 STAGES = ("start", "load", "serve", "policy switch", "stop")
 PROCESSES = ("sidecar", "server", "rank")
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGHUP", "SIGSTOP")
-LIMITS = ("no memory", "no room in files", "no descriptors")
-FILES = ("ring", "control page", "settings", "token")
-FILE_FAULTS = ("deleted", "truncated", "overwritten", "a pipe")
 _ROOT = Path(__file__).parents[2]
 _LIMIT_SECONDS, _SETTLED_SECONDS, _GONE_SECONDS = 25.0, 5.0, 40.0
 
@@ -195,11 +193,10 @@ def _policies_change(run: _Run) -> Iterator[None]:
     over = threading.Event()
 
     def change() -> None:
-        for number in range(10**6):
-            if over.wait(0.1):
-                return
+        policies = itertools.cycle((Policy.OFF, Policy.QUOTA))
+        while not over.wait(0.1):
             with suppress(ControlError), ControlPage.open(run.files.path) as page:
-                page.set_policy((Policy.OFF, Policy.QUOTA)[number % 2])
+                page.set_policy(next(policies))
 
     thread = threading.Thread(target=change)
     thread.start()
@@ -236,42 +233,31 @@ def _struck(run: _Run, fault: Fault) -> Iterator[None]:
             yield
         return
     else:
-        _damage(_file(run, what), how)
+        files = {"ring": run.files.ring(1), "control page": run.files.control}
+        files |= {"settings": run.files.settings, "token": run.files.token}
+        _damage(files[what], how)
     yield
 
 
 def _limit(process: int, how: str) -> None:
     """Take from ``process`` what it would need next."""
     status = Path(f"/proc/{process}/status").read_text()
-    size = int(status.split("VmSize:")[1].split()[0]) << 10
-    limit: dict[str, tuple[int, int]] = {
-        "no memory": (resource.RLIMIT_AS, size),
+    kind, value = {
+        "no memory": (resource.RLIMIT_AS, int(status.split("VmSize:")[1].split()[0]) << 10),
         "no room in files": (resource.RLIMIT_FSIZE, 0),
         "no descriptors": (resource.RLIMIT_NOFILE, 0),
-    }
-    kind, value = limit[how]
+    }[how]
     resource.prlimit(process, kind, (value, value))
 
 
-def _file(run: _Run, what: str) -> Path:
-    files: dict[str, Callable[[], Path]] = {
-        "ring": lambda: run.files.ring(1),
-        "control page": lambda: run.files.control,
-        "settings": lambda: run.files.settings,
-        "token": lambda: run.files.token,
-    }
-    return files[what]()
-
-
-def _damage(path: Path, how: str) -> Any:
-    if how == "truncated":
-        with suppress(FileNotFoundError):
+def _damage(path: Path, how: str) -> None:
+    with suppress(OSError):  # it may not be there yet
+        if how == "truncated":
             os.truncate(path, 10)
-    elif how == "overwritten":
-        with suppress(FileNotFoundError), path.open("r+b") as file:
-            file.write(b"\xff" * 4096)
-    else:
-        path.unlink(missing_ok=True)
-    if how == "a pipe":
-        with suppress(OSError):
-            os.mkfifo(path, 0o600)
+        elif how == "overwritten":
+            with path.open("r+b") as file:
+                file.write(b"\xff" * 4096)
+        else:
+            path.unlink(missing_ok=True)
+            if how == "a pipe":
+                os.mkfifo(path, 0o600)

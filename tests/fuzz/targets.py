@@ -36,7 +36,7 @@ from ultraep_serve.system.settings import read_settings
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import record_checksum, record_dtype
-from ultraep_serve.telemetry.ring import HEADER_BYTES, parse_header
+from ultraep_serve.telemetry.ring import HEADER_BYTES
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy, SpeedSource
 
@@ -103,16 +103,6 @@ def _ring_seeds(_: Path) -> list[bytes]:
     places += [((HEADER_BYTES + 40) * 2, b"\xff" * 8), (301, b"\2" * 8)]
     words = [struct.pack("<I8s", *place) for place in places]
     return [b"\0" + word for word in words] + [b"\0" + b"".join(words), b"\1" + words[3], b"\2"]
-
-
-def _headers(folder: Path) -> Reader:
-    page = _Ring(folder).content[:HEADER_BYTES]
-
-    def read(data: bytes) -> None:
-        with contextlib.suppress(RingError):
-            parse_header((data + page[len(data) :])[:HEADER_BYTES], "ring-0")
-
-    return read
 
 
 def _rings(folder: Path) -> Reader:
@@ -310,7 +300,6 @@ def _requests() -> Iterator[bytes]:
 
 
 TARGETS = {
-    "ring-header": Target(_headers, lambda folder: [_Ring(folder).content[:700]], 700, 4),
     "rings": Target(_rings, _ring_seeds, 121, 3),
     "figures": Target(_figures, _ring_seeds, 121, 2),
     "control-page": Target(_pages, _page_seeds, _PAGE_START, 4),
