@@ -9,8 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,13 @@ print(u.urlopen(balance, timeout=30).read().decode())
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Seen:
     """What became of a container."""
 
     container: str
     seen: str  # serves, refuses, or what should not be
     said: str = ""  # the line of this package that tells why, where it refuses
-    doctor: str = ""  # what doctor says before, where it was asked
     imbalance_before: float | None = None
     imbalance_after: float | None = None
     stop_seconds: float | None = None
@@ -77,75 +75,50 @@ class Check:
             file.chmod(0o644)  # for the user inside
         self.rows: list[Seen] = []
 
-    @contextmanager
     def server(
         self, name: str, limits: Limits, launcher: bool = True, **shared: Any
-    ) -> Iterator[Container]:
+    ) -> AbstractContextManager[Container]:
         """A server of the tiny model, of this package's launcher or the engine's own command."""
         log = self._folder / f"{len(self.rows)}-{name}.log"
         if launcher:
             arguments = ["-m", "ultraep_serve.cli", "vllm", str(self._model), *_FLAGS]
             arguments += ["--costs", str(self._costs)]
         else:
-            sidecar = {"port": _SIDECAR_PORT}
-            settings = {"costs": self._costs.read_text(), "sidecar": sidecar}
+            settings = {"costs": self._costs.read_text(), "sidecar": {"port": _SIDECAR_PORT}}
             setting = json.dumps({"ultraep": settings})
             module = "vllm.entrypoints.openai.api_server"
             arguments = ["-m", module, "--model", str(self._model), *_FLAGS]
             arguments += ["--additional-config", setting]
-        with container(name, arguments, log, limits, **shared) as made:
-            yield made
+        return container(name, arguments, log, limits, **shared)
 
-    def doctor(self, limits: Limits) -> str:
-        """What ``doctor`` says of shared memory in such a container."""
-        log = self._folder / "doctor.log"
-        command = ["-m", "ultraep_serve.cli", "doctor", "--json", "-", "vllm", str(self._model)]
-        with container("doctor", [*command, *_FLAGS], log, limits) as made:
-            made.process.wait(120)
-        text = made.text()
-        found = json.loads(text[text.index("{") :])
-        (line,) = (row for row in found["findings"] if row["name"] == "shared memory")
-        return f"{line['status']}: {line.get('remedy', '')}"
-
-    def see(self, what: str, made: Container, shares_port: bool = False, **fields: Any) -> Seen:
+    def see(self, what: str, made: Container, shares_port: bool = False) -> Seen:
         """Wait until ``made`` serves or refuses, and ask it where it serves.
 
         Where it shares a port, another server would answer for it: it can but refuse.
         """
-        word = _wait(made, may_serve=not shares_port)
-        if word == "serves":
-            fields.update(self._ask(made))
-        elif word == "refuses":
-            fields["said"] = _reason(made)
+        row = Seen(what, _wait(made, may_serve=not shares_port), limited=made.limited)
+        if row.seen == "serves":
+            self._ask(made, row)
+        elif row.seen == "refuses":
+            row.said = _reason(made)
             if made.was_out_of_memory():
-                word = "refuses after a process was out of memory"
-        row = Seen(what, word, limited=made.limited, **fields)
+                row.seen += " after a process was out of memory"
         self.rows.append(row)
         print(f"{what}: {row}", flush=True)
         return row
 
-    def stop(self, row: Seen, made: Container, memory: Path | None = None) -> None:
-        """Stop ``made``, and note what it leaves in ``memory``."""
-        left = []
-        seconds = made.stop()
-        if memory is not None:
-            left = sorted(path.name for path in memory.iterdir())
-        changed = {**asdict(row), "stop_seconds": seconds, "left": left}
-        self.rows[self.rows.index(row)] = Seen(**changed)
-
-    def _ask(self, made: Container) -> dict[str, Any]:
+    def _ask(self, made: Container, row: Seen) -> None:
         """Imbalance of a prompt, before and after."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             asked = made.in_its_network("-c", _ASK, str(self._model))
             if asked.returncode == 0:
                 imbalance = json.loads(asked.stdout)["imbalance"]
-                return {
-                    f"imbalance_{side}": round(imbalance[side]["mean"], 3)
-                    for side in ("before", "after")
-                }
+                row.imbalance_before = round(imbalance["before"]["mean"], 3)
+                row.imbalance_after = round(imbalance["after"]["mean"], 3)
+                return
             time.sleep(2)  # the sidecar may come up after the server
-        return {"said": asked.stderr.splitlines()[-1]}
+        row.said = asked.stderr.splitlines()[-1]
 
 
 def _wait(made: Container, *, may_serve: bool) -> str:
@@ -169,28 +142,28 @@ def _reason(made: Container) -> str:
     return (own or engine or [""])[-1]
 
 
-def small(check: Check, _: Path) -> None:
-    """What Docker gives without flags."""
-    said = check.doctor(_DOCKER)
-    with check.server("small", _DOCKER) as made:
-        check.see("Docker's defaults: 64 MB of /dev/shm", made, doctor=said)
+def stop(row: Seen, made: Container, memory: Path | None = None) -> None:
+    """Stop ``made``, and note what it leaves in ``memory``."""
+    row.stop_seconds = made.stop()
+    row.left = sorted(path.name for path in memory.iterdir()) if memory else []
+
+
+def alone(check: Check, _: Path) -> None:
+    """What Docker gives without flags, and too little memory for the model."""
+    with check.server("small", Limits()) as made:
+        check.see("Docker's defaults: 64 MB of /dev/shm", made)
+    with check.server("tight", Limits(1024, shared_memory_mib=1024)) as made:
+        check.see("1 GB of memory in all", made)
 
 
 def beside(check: Check, _: Path) -> None:
     """Two with memory of their own."""
-    said = check.doctor(_LARGER)
-    with check.server("one", _LARGER) as one, ExitStack() as stack:
-        first = check.see("1 GB of /dev/shm", one, doctor=said)
-        two = stack.enter_context(check.server("two", _LARGER))
-        second = check.see("a second one beside it, of the same port", two)
-        check.stop(second, two)
-        check.stop(first, one)
-
-
-def tight(check: Check, _: Path) -> None:
-    """Too little memory for the model."""
-    with check.server("tight", Limits(1024, shared_memory_mib=1024)) as made:
-        check.see("1 GB of memory in all", made)
+    with check.server("one", _LARGER) as one:
+        first = check.see("1 GB of /dev/shm", one)
+        with check.server("two", _LARGER) as two:
+            second = check.see("a second one beside it, of the same port", two)
+            stop(second, two)
+        stop(first, one)
 
 
 def shared(check: Check, folder: Path) -> None:
@@ -205,8 +178,8 @@ def shared(check: Check, folder: Path) -> None:
             check.see(what, five, shares_port=True)
         with check.server("four", _LARGER, memory=memory) as four:
             second = check.see("the second, of the same port", four)
-            check.stop(first, three)
-            check.stop(second, four, memory)
+            stop(first, three)
+            stop(second, four, memory)
 
 
 def without_launcher(check: Check, folder: Path) -> None:
@@ -218,40 +191,32 @@ def without_launcher(check: Check, folder: Path) -> None:
     ):
         first = check.see("`vllm serve`: the first of two that share /dev/shm", six)
         second = check.see("`vllm serve`: the second, of the same port", seven)
-        check.stop(first, six)
-        check.stop(second, seven, memory)
+        stop(first, six)
+        stop(second, seven, memory)
 
 
-_DOCKER, _LARGER = Limits(), Limits(shared_memory_mib=1024)
-_GROUPS = {each.__name__: each for each in (small, beside, tight, shared, without_launcher)}
+_LARGER = Limits(shared_memory_mib=1024)
+_GROUPS = {each.__name__: each for each in (alone, beside, shared, without_launcher)}
 
 
 def main() -> int:
     """Exit status: 1 where one neither serves nor says what to do."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs here")
-    parser.add_argument(
-        "--only", nargs="*", choices=_GROUPS, default=list(_GROUPS), help="a file keeps the others"
-    )
+    parser.add_argument("--only", nargs="*", choices=_GROUPS, default=list(_GROUPS))
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # containers end with this process
     with tempfile.TemporaryDirectory(prefix="uep-containers-", dir="/var/tmp") as work:
-        folder = arguments.keep or Path(work)
-        folder.mkdir(exist_ok=True)
+        folder = Path(work)
         folder.chmod(0o755)
         check = Check(folder)
         for name in arguments.only:
             _GROUPS[name](check, folder)
     wrong = sum(not row.is_fine for row in check.rows)
     if arguments.json:
-        document: dict[str, Any] = {"command": "python -m tests.containers.check"}
-        known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        rows = {row["container"]: row for row in known.get("containers", ())}
-        rows |= {row.container: asdict(row) for row in check.rows}
-        write_json(
-            arguments.json, {**document, "containers": list(rows.values()), "machine": describe()}
-        )
+        rows = [asdict(row) for row in check.rows]
+        document = {"command": "python -m tests.containers.check", "containers": rows}
+        write_json(arguments.json, {**document, "machine": describe()})
     print(f"containers: {len(check.rows)}, {wrong} neither serve nor say what to do")
     return 1 if wrong else 0
 
