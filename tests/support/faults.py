@@ -6,7 +6,7 @@ Each is given a ``Rank`` and a patch that takes it back.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -31,75 +31,64 @@ class Rank:
     wrong_slots: bool = False  # the engine computes slots with the first master's scale
 
 
-def flipped_bit(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    after_wait(rank, patch, lambda tensors, slot: flip(tensors[0][slot]))
+Put: TypeAlias = Callable[[Rank, pytest.MonkeyPatch], object]
+Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
-def flip(tensor: torch.Tensor) -> None:
-    content = tensor.view(torch.uint8).view(-1)
+def after_wait(change: Callable[[Tensors, int], object]) -> Put:
+    """Does ``change`` (a layer's tensors, a slot's index in them) when slots have arrived."""
+
+    def put(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+        fabric = rank.balancer._fabric
+        original = fabric.wait_slots
+
+        def wait_slots(layer: LayerSlots, slot_expert: np.ndarray) -> None:
+            original(layer, slot_expert)
+            for slot in np.flatnonzero(slot_expert[fabric.rank] >= 0)[:1].tolist():
+                change(layer.tensors, rank.shape.num_masters + slot)
+
+        patch.setattr(fabric, "wait_slots", wait_slots)
+
+    return put
+
+
+def flipped_bit(tensors: Tensors, slot: int) -> None:
+    content = tensors[0][slot].view(torch.uint8).view(-1)
     content[content.numel() // 2] ^= 8
 
 
-def stale_scale(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    after_wait(rank, patch, lambda tensors, slot: tensors[1][slot].copy_(tensors[1][0]))
+def in_ids(change: Callable[[torch.Tensor], object]) -> Put:
+    """Does ``change`` to physical ids, flat."""
+
+    def put(_: Rank, patch: pytest.MonkeyPatch) -> None:
+        original = flow.reroute
+
+        def reroute(*args: Any) -> torch.Tensor:
+            physical = original(*args)
+            change(physical.view(-1))
+            return physical
+
+        patch.setattr(flow, "reroute", reroute)
+
+    return put
 
 
-def after_wait(
-    rank: Rank,
-    patch: pytest.MonkeyPatch,
-    change: Callable[[Sequence[torch.Tensor], int], object],
-) -> None:
-    fabric = rank.balancer._fabric
-    original = fabric.wait_slots
-
-    def wait_slots(layer: LayerSlots, slot_expert: np.ndarray) -> None:
-        original(layer, slot_expert)
-        for slot in np.flatnonzero(slot_expert[fabric.rank] >= 0)[:1].tolist():
-            change(layer.tensors, rank.shape.num_masters + slot)
-
-    patch.setattr(fabric, "wait_slots", wait_slots)
+def wrong_id(flat: torch.Tensor) -> None:
+    flat[int((flat >= 0).nonzero()[0])] ^= 1
 
 
-def changed_ids(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], object]) -> None:
-    original = flow.reroute
-
-    def reroute(*args: Any) -> torch.Tensor:
-        physical = original(*args)
-        change(physical.view(-1))
-        return physical
-
-    patch.setattr(flow, "reroute", reroute)
+def lost_assignment(flat: torch.Tensor) -> None:
+    flat[int((flat >= 0).nonzero()[-1])] = -1
 
 
-def wrong_id(_: Rank, patch: pytest.MonkeyPatch) -> None:
-    def change(flat: torch.Tensor) -> None:
-        flat[int((flat >= 0).nonzero()[0])] ^= 1
-
-    changed_ids(patch, change)
-
-
-def lost_assignment(_: Rank, patch: pytest.MonkeyPatch) -> None:
-    def change(flat: torch.Tensor) -> None:
-        flat[int((flat >= 0).nonzero()[-1])] = -1
-
-    changed_ids(patch, change)
-
-
-def doubled_assignment(_: Rank, patch: pytest.MonkeyPatch) -> None:
+def doubled_assignment(flat: torch.Tensor) -> None:
     """A token goes twice to one of its experts, and not to the other."""
-
-    def change(flat: torch.Tensor) -> None:
-        first = int((flat[::2] != flat[1::2]).nonzero()[0]) * 2
-        flat[first + 1] = flat[first]
-
-    changed_ids(patch, change)
+    first = int((flat[::2] != flat[1::2]).nonzero()[0]) * 2
+    flat[first + 1] = flat[first]
 
 
-def padding_computed(_: Rank, patch: pytest.MonkeyPatch) -> None:
-    def change(flat: torch.Tensor) -> None:
-        flat[int((flat < 0).nonzero()[0])] = 0
-
-    changed_ids(patch, change)
+def padding_computed(flat: torch.Tensor) -> None:
+    flat[int((flat < 0).nonzero()[0])] = 0
 
 
 def miscounted(_: Rank, patch: pytest.MonkeyPatch) -> None:
@@ -113,77 +102,68 @@ def miscounted(_: Rank, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(flow, "count", count)
 
 
-def changed_plan(patch: pytest.MonkeyPatch, change: Callable[[Plan], Plan]) -> None:
-    original = flow.plan_quota
-    patch.setattr(flow, "plan_quota", lambda *args: change(original(*args)))
+def in_plan(field: str, change: Callable[[np.ndarray], np.ndarray]) -> Put:
+    """Has ``change`` of a copy of ``field`` in the place of what is planned."""
+
+    def put(_: Rank, patch: pytest.MonkeyPatch) -> None:
+        original = flow.plan_quota
+
+        def plan_quota(*args: Any) -> Plan:
+            plan = original(*args)
+            return replace(plan, **{field: change(getattr(plan, field).copy())})
+
+        patch.setattr(flow, "plan_quota", plan_quota)
+
+    return put
 
 
-def other_plan(_: Rank, patch: pytest.MonkeyPatch) -> None:
+def turned(slot_expert: np.ndarray) -> np.ndarray:
     """As right as that of the other ranks."""
-
-    def change(plan: Plan) -> Plan:
-        return replace(plan, slot_expert=np.ascontiguousarray(plan.slot_expert[:, ::-1]))
-
-    changed_plan(patch, change)
+    return np.ascontiguousarray(slot_expert[:, ::-1])
 
 
 def moved(values: np.ndarray) -> np.ndarray:
     """One assignment goes from the rank that has most of an expert to the one after it."""
-    made = values.copy()
-    expert, rank = np.unravel_index(made.argmax(), made.shape)
-    made[expert, rank] -= 1
-    made[expert, (rank + 1) % made.shape[1]] += 1
-    return made
+    expert, rank = np.unravel_index(values.argmax(), values.shape)
+    values[expert, rank] -= 1
+    values[expert, (rank + 1) % values.shape[1]] += 1
+    return values
 
 
-def quota_off_by_one(_: Rank, patch: pytest.MonkeyPatch) -> None:
-    def change(plan: Plan) -> Plan:
-        quota = plan.quota.copy()
-        quota[quota.sum(axis=1).argmax(), 0] += 1
-        return replace(plan, quota=quota)
-
-    changed_plan(patch, change)
+def one_more(quota: np.ndarray) -> np.ndarray:
+    quota[quota.sum(axis=1).argmax(), 0] += 1
+    return quota
 
 
-def quota_moved(_: Rank, patch: pytest.MonkeyPatch) -> None:
-    changed_plan(patch, lambda plan: replace(plan, quota=moved(plan.quota)))
+def in_layers(change: Callable[[LayerSlots], LayerSlots]) -> Put:
+    """Has ``change`` of each layer in its place."""
 
+    def put(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+        layers = [change(layer) for layer in rank.balancer._layers]
+        patch.setattr(rank.balancer, "_layers", layers)
 
-def share_moved(_: Rank, patch: pytest.MonkeyPatch) -> None:
-    changed_plan(patch, lambda plan: replace(plan, share=moved(plan.share)))
-
-
-def changed_layers(
-    rank: Rank, patch: pytest.MonkeyPatch, change: Callable[[LayerSlots], LayerSlots]
-) -> None:
-    patch.setattr(rank.balancer, "_layers", [change(layer) for layer in rank.balancer._layers])
+    return put
 
 
 def swapped_layers(rank: Rank, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank.balancer, "_layers", rank.balancer._layers[::-1])
 
 
-def never_copied(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+def never_copied(layer: LayerSlots) -> LayerSlots:
     """Flags are raised, as if it had been."""
-    changed_layers(rank, patch, lambda layer: replace(layer, chunks=layer.chunks * [1, 1, 0]))
+    return replace(layer, chunks=layer.chunks * [1, 1, 0])
 
 
-def cut_short(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    changed_layers(rank, patch, lambda layer: replace(layer, chunks=layer.chunks - [0, 0, 1]))
+def cut_short(layer: LayerSlots) -> LayerSlots:
+    return replace(layer, chunks=layer.chunks - [0, 0, 1])
 
 
-def wrong_slot(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    def change(layer: LayerSlots) -> LayerSlots:
-        return replace(layer, region_offsets=layer.region_offsets + layer.expert_bytes)
-
-    changed_layers(rank, patch, change)
+def wrong_slot(layer: LayerSlots) -> LayerSlots:
+    return replace(layer, region_offsets=layer.region_offsets + layer.expert_bytes)
 
 
-def wrong_expert(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    def change(layer: LayerSlots) -> LayerSlots:
-        return replace(layer, master_addresses=layer.master_addresses + layer.expert_bytes)
-
-    changed_layers(rank, patch, change)
+def wrong_expert(layer: LayerSlots) -> LayerSlots:
+    return replace(layer, master_addresses=layer.master_addresses + layer.expert_bytes)
 
 
 def replaced_master(rank: Rank, patch: pytest.MonkeyPatch) -> None:
@@ -229,16 +209,12 @@ def overwritten_early(rank: Rank, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank, "while_computing", send)
 
 
-def wrong_answers(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rank, "wrong_slots", True)
-
-
 @dataclass(frozen=True)
 class Fault:
     """A kind of fault, and how it is found."""
 
     name: str
-    put: Callable[[Rank, pytest.MonkeyPatch], object]
+    put: Put
     found_by: VerificationCheck
     on_all_ranks: bool = False
 
@@ -246,25 +222,33 @@ class Fault:
 _ASSIGNMENTS, _SLOTS = VerificationCheck.ASSIGNMENTS, VerificationCheck.SLOTS
 _PLANS, _ANSWERS = VerificationCheck.PLANS, VerificationCheck.ANSWERS
 FAULTS = [
-    Fault("a flipped bit in a slot", flipped_bit, _SLOTS),
-    Fault("a stale scale", stale_scale, _SLOTS),
-    Fault("a wrong id", wrong_id, _ASSIGNMENTS),
-    Fault("a lost assignment", lost_assignment, _ASSIGNMENTS),
-    Fault("a doubled assignment", doubled_assignment, _ASSIGNMENTS),
-    Fault("padding that is computed", padding_computed, _ASSIGNMENTS),
+    Fault("a flipped bit in a slot", after_wait(flipped_bit), _SLOTS),
+    Fault(
+        "a stale scale",
+        after_wait(lambda tensors, slot: tensors[1][slot].copy_(tensors[1][0])),
+        _SLOTS,
+    ),
+    Fault("a wrong id", in_ids(wrong_id), _ASSIGNMENTS),
+    Fault("a lost assignment", in_ids(lost_assignment), _ASSIGNMENTS),
+    Fault("a doubled assignment", in_ids(doubled_assignment), _ASSIGNMENTS),
+    Fault("padding that is computed", in_ids(padding_computed), _ASSIGNMENTS),
     Fault("an assignment that is not counted", miscounted, _ASSIGNMENTS),
-    Fault("two ranks with other plans", other_plan, _PLANS),
-    Fault("a quota off by one, on one rank", quota_off_by_one, _PLANS),
-    Fault("a quota off by one, on all ranks", quota_off_by_one, _PLANS, True),
-    Fault("a quota moved, on one rank", quota_moved, _PLANS),
-    Fault("a share moved", share_moved, _PLANS),
+    Fault("two ranks with other plans", in_plan("slot_expert", turned), _PLANS),
+    Fault("a quota off by one, on one rank", in_plan("quota", one_more), _PLANS),
+    Fault("a quota off by one, on all ranks", in_plan("quota", one_more), _PLANS, True),
+    Fault("a quota moved, on one rank", in_plan("quota", moved), _PLANS),
+    Fault("a share moved", in_plan("share", moved), _PLANS),
     Fault("a slot overwritten a batch early", overwritten_early, _SLOTS),
     Fault("swapped tensors of two layers", swapped_layers, _SLOTS),
-    Fault("an expert that was never copied", never_copied, _SLOTS),
-    Fault("a wrong slot index", wrong_slot, _SLOTS),
-    Fault("a copy cut short", cut_short, _SLOTS),
-    Fault("a wrong expert copied", wrong_expert, _SLOTS),
+    Fault("an expert that was never copied", in_layers(never_copied), _SLOTS),
+    Fault("a wrong slot index", in_layers(wrong_slot), _SLOTS),
+    Fault("a copy cut short", in_layers(cut_short), _SLOTS),
+    Fault("a wrong expert copied", in_layers(wrong_expert), _SLOTS),
     Fault("weights replaced beside the masters", replaced_master, _SLOTS),
     Fault("slots that are not awaited", not_awaited, _SLOTS, True),
-    Fault("a kernel that computes slots otherwise", wrong_answers, _ANSWERS),
+    Fault(
+        "a kernel that computes slots otherwise",
+        lambda rank, patch: patch.setattr(rank, "wrong_slots", True),
+        _ANSWERS,
+    ),
 ]
