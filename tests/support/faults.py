@@ -57,6 +57,10 @@ def flipped_bit(tensors: Tensors, slot: int) -> None:
     content[content.numel() // 2] ^= 8
 
 
+def stale_scale(tensors: Tensors, slot: int) -> None:
+    tensors[1][slot].copy_(tensors[1][0])
+
+
 def in_ids(change: Callable[[torch.Tensor], object]) -> Put:
     """Does ``change`` to physical ids, flat."""
 
@@ -209,6 +213,10 @@ def overwritten_early(rank: Rank, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rank, "while_computing", send)
 
 
+def wrong_answers(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank, "wrong_slots", True)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A kind of fault, and how it is found."""
@@ -225,7 +233,7 @@ FAULTS = [
     Fault("a flipped bit in a slot", after_wait(flipped_bit), _SLOTS),
     Fault(
         "a stale scale",
-        after_wait(lambda tensors, slot: tensors[1][slot].copy_(tensors[1][0])),
+        after_wait(stale_scale),
         _SLOTS,
     ),
     Fault("a wrong id", in_ids(wrong_id), _ASSIGNMENTS),
@@ -248,7 +256,7 @@ FAULTS = [
     Fault("slots that are not awaited", not_awaited, _SLOTS, True),
     Fault(
         "a kernel that computes slots otherwise",
-        lambda rank, patch: patch.setattr(rank, "wrong_slots", True),
+        wrong_answers,
         _ANSWERS,
     ),
 ]
