@@ -27,10 +27,10 @@ with warnings.catch_warnings():
 
     from ultraep_serve.engines.sglang import hooks
 
-from tests.support.experts import expected_output, make_batch, make_weights
-from tests.support.ranks import fresh_run_path, run_ranks
+from tests.support.experts import ALWAYS_PAYS, expected_output, make_batch, make_weights
+from tests.support.hosts import engine_group
+from tests.support.ranks import run_settings
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.model import CostModel
 
 NUM_RANKS, NUM_SLOTS = fakes.SHAPE.num_ranks, fakes.SHAPE.num_replica_slots
 NUM_MASTERS, NUM_LOCAL = fakes.SHAPE.num_masters, fakes.SHAPE.num_local
@@ -52,17 +52,13 @@ BATCHES: dict[str, tuple[tuple[Any, int], tuple[Any, int]]] = {  # of rank 0, an
     "idle rank": ((IDLE, 0), (EXTEND, 60)),
     "one decodes": ((DECODE, 3), (EXTEND, 60)),
 }
-ALWAYS_PAYS = CostModel(
-    seconds_per_assignment=1.0, bytes_per_expert=1, link_bytes_per_second=1e12
-).to_json()
 
 
 # What every rank does under some settings; the results are compared by the tests below.
 
 
 def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
-    store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    engine_group(run_dirs[0], rank, NUM_RANKS)
     fakes.pretend_gpu(setattr)
     return [
         serve_under(changes, rank, run_dir)
@@ -225,12 +221,7 @@ def slots_hold_their_masters(
 @pytest.fixture(scope="module")
 def served() -> dict[str, list[dict[str, Any]]]:
     """Results by settings and rank."""
-    with fresh_run_path() as path:
-        run_dirs = [path / str(index) for index in range(len(SETTINGS))]
-        for run_dir in run_dirs:
-            run_dir.mkdir(mode=0o700)
-        found = run_ranks(serve_on_rank, NUM_RANKS, [str(d) for d in run_dirs], timeout_seconds=400)
-    return {name: [ranks[i] for ranks in found] for i, name in enumerate(SETTINGS)}
+    return run_settings(serve_on_rank, NUM_RANKS, SETTINGS)
 
 
 def of_batch(served: Any, name: str, batch: str) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang import checks, model, quantised
 
 from tests.support.experts import make_batch
+from tests.support.hosts import engine_group
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.shared_values import require_agreement
@@ -226,8 +227,7 @@ def test_tokens_gathered_by_the_dispatch_are_refused(monkeypatch: pytest.MonkeyP
 
 def check_on_rank(rank: int, path: str) -> list[str]:
     """What ranks say when they load the same static scales, others, and a method's own."""
-    store = dist.FileStore(f"{path}/gloo", SHAPE.num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SHAPE.num_ranks)
+    engine_group(path, rank, SHAPE.num_ranks)
     fakes.pretend_gpu(setattr)
     fakes.pretend_repacking(setattr)
     config = BalanceConfig()

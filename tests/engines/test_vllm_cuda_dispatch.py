@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -28,21 +27,23 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.model import balance
     from ultraep_serve.engines.vllm.stage import BalancedStage
 
-from tests.support.experts import NUM_EXPERTS, expected_output, make_batch, make_weights
-from tests.support.ranks import fresh_run_path, run_ranks
+from tests.support.experts import (
+    ALWAYS_PAYS,
+    NUM_EXPERTS,
+    expected_output,
+    make_batch,
+    make_weights,
+)
+from tests.support.hosts import engine_group
+from tests.support.ranks import run_settings
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.model import CostModel
 
 THRESHOLD = 48
 BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS)
-ALWAYS_PAYS = CostModel(
-    seconds_per_assignment=1.0, bytes_per_expert=1, link_bytes_per_second=1e12
-).to_json()
 
 
 def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
-    store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    engine_group(run_dirs[0], rank, NUM_RANKS)
     transports.install_deep_ep()
     replace_device(setattr)
     return [
@@ -125,12 +126,7 @@ def run_batch(
 @pytest.fixture(scope="module")
 def served() -> dict[str, list[dict[str, Any]]]:
     """Results by backend and rank."""
-    with fresh_run_path() as path:
-        run_dirs = [path / str(index) for index in range(len(BACKENDS))]
-        for run_dir in run_dirs:
-            run_dir.mkdir(mode=0o700)
-        found = run_ranks(serve_on_rank, NUM_RANKS, [str(d) for d in run_dirs], timeout_seconds=400)
-    return {backend: [ranks[i] for ranks in found] for i, backend in enumerate(BACKENDS)}
+    return run_settings(serve_on_rank, NUM_RANKS, BACKENDS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")

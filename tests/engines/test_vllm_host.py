@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
@@ -27,6 +26,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.host import by_products, has_products
 
 from tests.support.experts import sum_of_experts
+from tests.support.hosts import engine_group
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.engines.common.cpu_experts import is_exact
@@ -232,8 +232,7 @@ def blurred(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 def join_groups(rank: int, path: str) -> None:
     """The groups that vLLM would have made for this rank; ``path`` is one of all ranks."""
     os.environ["VLLM_DIST_IDENT"] = Path(path).name  # of their shared memory
-    store = dist.FileStore(f"{path}/gloo", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    engine_group(path, rank, NUM_RANKS)
     state: Any = parallel_state
     ranks = [list(range(NUM_RANKS))]
     state._EP = GroupCoordinator(ranks, rank, "gloo", True, group_name="ep")

@@ -5,17 +5,13 @@ processes here ask for (``torch.ops._C.fused_experts_cpu``). Below, vLLM's build
 none of them, and such a checkpoint is refused before it is loaded.
 """
 
-import json
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -33,10 +29,10 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.host import put_in_kernels
     from ultraep_serve.engines.vllm.model import balance
 
-from tests.support.experts import NUM_EXPERTS, expected_output, make_batch
-from tests.support.quantised import SCHEMES, quantise
-from tests.support.ranks import fresh_run_path, run_ranks
-from tests.support.serving_checks import MOVING_ALWAYS_PAYS
+from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, expected_output, make_batch
+from tests.support.hosts import engine_group
+from tests.support.quantised import SCHEMES
+from tests.support.ranks import run_settings
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
@@ -46,7 +42,6 @@ NUM_MASTERS = NUM_EXPERTS // NUM_RANKS
 HIDDEN, INNER = 256, 128  # multiples of an FP8 block
 NUM_LAYERS = 2
 BACKEND = "allgather_reducescatter"
-Q_PROJ = "model.layers.0.self_attn.q_proj"
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 HAS_KERNELS = hasattr(torch.ops._C, "fused_experts_cpu")  # in the build for this CPU
 UNQUANTISED = "X86CPUUnquantizedExperts" if HAS_AMX else "CPUUnquantizedExperts"
@@ -76,8 +71,7 @@ RUNS_HERE = {name: case for name, case in CASES.items() if HAS_KERNELS or not ca
 
 
 def compute_on_rank(rank: int, run_dirs: list[str]) -> list[list[dict[str, Any]]]:
-    store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    engine_group(run_dirs[0], rank, NUM_RANKS)
     transports.join_ranks(rank, NUM_RANKS, BACKEND)
     vllm_layers.HIDDEN, vllm_layers.INNER = HIDDEN, INNER
     for case in CASES.values():
@@ -99,7 +93,7 @@ def compute_case(case: Case, rank: int, run_dir: str) -> list[dict[str, Any]]:
     settings = BalanceConfig(
         run_dir=run_dir,
         slots=NUM_SLOTS,
-        costs=MOVING_ALWAYS_PAYS.to_json(),
+        costs=ALWAYS_PAYS,
         min_batch_tokens=8,
     )
     choose(case.kernel, True)
@@ -187,16 +181,9 @@ def run_batch(
 @pytest.fixture(scope="module")
 def computed() -> dict[str, list[dict[str, Any]]]:
     """Results of all ranks' layers by case."""
-    with fresh_run_path() as path:
-        run_dirs = [path / str(index) for index in range(len(RUNS_HERE))]
-        for run_dir in run_dirs:
-            run_dir.mkdir(mode=0o700)
-        ranks = run_ranks(
-            compute_on_rank, NUM_RANKS, [str(d) for d in run_dirs], timeout_seconds=300
-        )
+    ranks = run_settings(compute_on_rank, NUM_RANKS, RUNS_HERE)
     return {
-        name: [layer for found in ranks for layer in found[index]]
-        for index, name in enumerate(RUNS_HERE)
+        name: [layer for found in of_ranks for layer in found] for name, of_ranks in ranks.items()
     }
 
 
@@ -209,27 +196,6 @@ def test_replicas_compute_what_their_masters_would(computed: Any, name: str) -> 
         assert layer["kernel"] == CASES[name].kernel
         assert layer["apart"] <= CASES[name].apart
         assert layer["error"] < CASES[name].error
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantised_copies_of_checkpoints_change_experts_alone(tmp_path: Path, scheme: str) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.mkdir()
-    (source / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    attention = torch.randn(128, 128)
-    save_file({f"{Q_PROJ}.weight": attention}, source / "model.safetensors")
-    with pytest.raises(ValueError, match="no matrices of single experts"):
-        quantise(source, tmp_path / "nothing", scheme)
-    expert = "model.layers.0.mlp.experts.1.up_proj"
-    tensors = {f"{Q_PROJ}.weight": attention}
-    save_file({**tensors, f"{expert}.weight": torch.randn(256, 128)}, source / "model.safetensors")
-    made = load_file(quantise(source, target, scheme) / "model.safetensors")
-    assert torch.equal(made.pop(f"{Q_PROJ}.weight"), attention)
-    assert all(name.startswith(f"{expert}.weight") or "input_scale" in name for name in made)
-    settings = json.loads((target / "config.json").read_text())
-    assert settings["model_type"] == "qwen3_moe"
-    ignored = [value for value in settings["quantization_config"].values() if value == [Q_PROJ]]
-    assert len(ignored) == (scheme != "mxfp4")  # which quantises experts alone by itself
 
 
 class CpuLayer(SimpleNamespace):

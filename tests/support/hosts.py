@@ -10,7 +10,7 @@ from ultraep_serve.system.topology import Location
 __all__ = ["engine_group", "host_path"]
 
 
-def engine_group(run_path: Path, rank: int, num_ranks: int) -> EngineGroup:
+def engine_group(run_path: Path | str, rank: int, num_ranks: int) -> EngineGroup:
     """A group of all ranks as an engine would have it, over gloo; once per process."""
     place = f"file://{run_path}/store"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=num_ranks)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -20,7 +20,14 @@ from typing import Any
 
 from ultraep_serve.errors import UltraEPError
 
-__all__ = ["RankError", "RankOutcome", "fresh_run_path", "outcomes_of_ranks", "run_ranks"]
+__all__ = [
+    "RankError",
+    "RankOutcome",
+    "fresh_run_path",
+    "outcomes_of_ranks",
+    "run_ranks",
+    "run_settings",
+]
 
 RUN_PATH_PREFIX = "uep-ranks-"
 _PRELOAD = ["tests.support._preload"]
@@ -68,6 +75,18 @@ def run_ranks(
     if failed:
         raise RankError("\n".join(failed))
     return [outcome.value for outcome in outcomes]
+
+
+def run_settings(
+    function: Callable[[int, list[str]], list[Any]], num_ranks: int, names: Collection[str]
+) -> dict[str, list[Any]]:
+    """By name, what ``function`` gives on every rank, which has a run directory for each name."""
+    with fresh_run_path() as path:
+        run_dirs = [path / str(index) for index in range(len(names))]
+        for run_dir in run_dirs:
+            run_dir.mkdir(mode=0o700)
+        found = run_ranks(function, num_ranks, list(map(str, run_dirs)), timeout_seconds=400.0)
+    return {name: [ranks[index] for ranks in found] for index, name in enumerate(names)}
 
 
 def outcomes_of_ranks(
