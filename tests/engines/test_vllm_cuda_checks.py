@@ -108,8 +108,12 @@ def test_the_flag_that_refusals_name_gives_a_kernel_that_is_balanced(
         assert kernels[-1].__name__ in checks._EXPERT_KERNELS
 
 
-def test_what_is_verified_is_accepted(balanced: Any) -> None:
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_what_is_verified_is_accepted(balanced: Any, num_hosts: int) -> None:
     layer, config = build(balanced)
+    balanced(parallel_state, "_NODE_COUNT", num_hosts)
+    checks.check_device_execution(layer, config)
+    config.parallel_config.enable_dbo = True  # micro-batches
     checks.check_device_execution(layer, config)
 
 
@@ -140,12 +144,6 @@ def test_settings_that_do_not_go_with_slots(
     assert remedy in refusal(layer, config)
 
 
-def test_several_hosts_are_accepted(balanced: Any) -> None:
-    layer, config = build(balanced)
-    balanced(parallel_state, "_NODE_COUNT", 2)
-    checks.check_device_execution(layer, config)
-
-
 def test_layers_that_share_no_slots_are_refused() -> None:
     require_one_number([8, 8])
     with pytest.raises(UnsupportedError, match=r"experts \[8, 16\] share no slots"):
@@ -159,12 +157,6 @@ def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> 
     checks.check_device_execution(layer, config)
     own.sp_size = 1
     assert "count them more than once" in refusal(layer, config)
-
-
-def test_context_parallelism_is_refused(balanced: Any) -> None:
-    layer, config = build(balanced)
-    layer.moe_config.moe_parallel_config.pcp_size = 2
-    assert "--prefill-context-parallel-size 1" in refusal(layer, config)
 
 
 def test_kernels_that_route_themselves_are_refused(balanced: Any) -> None:
@@ -200,9 +192,12 @@ def test_offloaded_weights_are_refused(balanced: Any) -> None:
     assert "drop --cpu-offload-gb" in refusal(layer, config)
 
 
-def test_eplb_is_refused(balanced: Any) -> None:
-    layer, _ = build(balanced)
-    layer.moe_config.moe_parallel_config.enable_eplb = True
+def test_context_parallelism_and_eplb_are_refused(balanced: Any) -> None:
+    layer, config = build(balanced)
+    parallel = layer.moe_config.moe_parallel_config
+    parallel.pcp_size = 2
+    assert "--prefill-context-parallel-size 1" in refusal(layer, config)
+    parallel.enable_eplb = True
     with pytest.raises(UnsupportedError, match="drop it"):
         checks.check_layer(layer)
 

@@ -12,7 +12,6 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers.quantization import fp8
 
     from tests.support.vllm_formats import FORMATS, build_format
     from tests.support.vllm_gpu import (
@@ -53,6 +52,7 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
             parameter.data = parameter.data[:NUM_MASTERS]
         execution.resize([layer], [parameters], NUM_LOCAL, NUM_MASTERS)
     assert {value.shape[0] for _, value in read_by_kernel(layer)} == {NUM_MASTERS}
+    assert layer.global_num_experts == layer.expert_map.numel() == NUM_EXPERTS
 
 
 def read_by_kernel(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,31 +62,6 @@ def read_by_kernel(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in [*values.items(), *expert_tensors._read_by(experts)]:
         if value.dim() and value.shape[0] in (NUM_LOCAL, NUM_MASTERS):
             yield name, value
-
-
-@pytest.mark.parametrize("block", [[16, 128], None], ids=["block", "tensor"])
-def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None) -> None:
-    """They are the layer's parameters, in the kernel's configuration too, so they move in place."""
-    balanced(fp8, "resolve_fp8_moe_weight_block_shape", lambda *_: (block, None), raising=False)
-    layer, config = build(balanced, quant_config=fp8_config("dynamic", block))
-    checks.check_device_execution(layer, config)
-    parameters = expert_tensors.expert_parameters(layer)
-    suffix = "weight_scale_inv" if block else "weight_scale"
-    moving = {name for name, own in layer.named_parameters() if any(own is p for p in parameters)}
-    assert moving == {"w13_weight", "w2_weight", f"w13_{suffix}", f"w2_{suffix}"}
-
-    execution = model._Layers(config, Flow(TokenView.OWN), None)  # type: ignore[arg-type]
-    with set_current_vllm_config(config):
-        execution.resize([layer], [parameters], NUM_MASTERS, NUM_LOCAL)
-        for parameter in parameters:
-            parameter.data = parameter.data.new_zeros(NUM_LOCAL, *parameter.shape[1:])
-        experts = layer.quant_method.moe_kernel.fused_experts
-        assert experts.w1_scale.shape[0] == experts.w2_scale.shape[0] == NUM_LOCAL
-        for parameter in parameters:
-            parameter.data = parameter.data[:NUM_MASTERS]
-        execution.resize([layer], [parameters], NUM_LOCAL, NUM_MASTERS)
-    assert layer.w13_weight.shape[0] == experts.w1_scale.shape[0] == NUM_MASTERS
-    assert layer.global_num_experts == layer.expert_map.numel() == NUM_EXPERTS
 
 
 def shared_values(layer: Any) -> SharedValues | UnsupportedError:

@@ -39,8 +39,6 @@ from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy, TokenView
 
-PLATFORM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)  # an NVIDIA GPU
-
 
 def test_what_vllm_loads_at_start_imports_no_numba() -> None:
     """Attributes of llvmlite's stop vLLM where it looks through all modules for its own kernels."""
@@ -49,43 +47,32 @@ def test_what_vllm_loads_at_start_imports_no_numba() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_this_version_is_accepted_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "current_platform", PLATFORM)
-    checks.check_engine()
-
-
-def test_this_version_is_accepted_on_cpu_where_it_was_served_there(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_this_version_is_accepted_where_it_was_served_and_a_newer_one_if_it_is_to_be_tried(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
-    monkeypatch.setattr(checks, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    if VLLM_CPU.is_verified(checks.vllm.__version__):
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: not on_cpu)
+    monkeypatch.setattr(checks, "current_platform", platform)
+    if not on_cpu or VLLM_CPU.is_verified(checks.vllm.__version__):
         checks.check_engine()
-        return
-    with pytest.raises(UnsupportedError, match="has not been verified on CPU"):
-        checks.check_engine()
-
-
-def test_a_newer_release_is_refused_unless_it_is_to_be_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(checks, "current_platform", PLATFORM)
     monkeypatch.setattr(checks.vllm, "__version__", "0.39.1")
-    with pytest.raises(UnsupportedError, match=r"install vllm==0\.33\.\*, or set on_newer_engine"):
+    with pytest.raises(UnsupportedError, match=r"install vllm.*, or set on_newer_engine"):
         checks.check_engine()
-    assert "vLLM 0.39.1 has not been verified on NVIDIA GPUs" in checks.check_engine("try")
+    where = "CPU" if on_cpu else "NVIDIA GPUs"
+    assert f"vLLM 0.39.1 has not been verified on {where}" in checks.check_engine("try")
 
 
 @pytest.mark.parametrize("name", ["prepare", "prepare_async"])
 def test_what_would_change_in_silence_is_refused_in_every_release(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(checks, "current_platform", PLATFORM)
-    monkeypatch.setattr(checks.vllm, "__version__", "0.33.0")
-    checks.check_engine()
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(checks, "current_platform", platform)
+    checks.check_engine("try")
     other = lambda self, a1, topk_ids, topk_weights: None  # noqa: E731
     monkeypatch.setattr(mk.FusedMoEPrepareAndFinalizeModular, name, other)
     with pytest.raises(UnsupportedError, match=r"takes \(self, a1, topk_ids, topk_weights\), not"):
-        checks.check_engine()
+        checks.check_engine("try")
 
 
 def test_its_tuned_kernels_are_found_for_experts_and_slots(

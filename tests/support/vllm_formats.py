@@ -176,6 +176,7 @@ _MxFp4 = mxfp4_kernels.Mxfp4MoeBackend
 
 FORMATS = {
     "fp8-cutlass": Format(_fp8, *_FP8, _Fp8.VLLM_CUTLASS),
+    "fp8-blocks": Format(lambda: vllm_gpu.fp8_config("dynamic", [128, 128]), *_FP8, _Fp8.TRITON),
     "fp8-marlin": Format(_fp8, *_FP8, _Fp8.MARLIN),
     "int8-triton": Format(
         lambda: _packed("int8"),
