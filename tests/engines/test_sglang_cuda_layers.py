@@ -177,9 +177,9 @@ def run(own: Any, ran: Any, call: Any, layer: Any = None, is_draft: bool = False
     own.forward(lambda runner, ran: call(), runner, ran)
 
 
-def experts_of(layer: FusedMoE, ids: tuple[int, int] = (3, 0)) -> Any:
+def experts_of(layer: FusedMoE) -> Any:
     """What computes one token by two experts of ``layer``, the second one with weight 0."""
-    weights, chosen = torch.tensor([[0.5, 0.0]]), torch.tensor([ids], dtype=torch.int32)
+    weights, chosen = torch.tensor([[0.5, 0.0]]), torch.tensor([[3, 0]], dtype=torch.int32)
     x = torch.ones(1, fakes.HIDDEN, dtype=torch.bfloat16)
     return lambda: layer(x, StandardTopKOutput(weights, chosen, weights))
 
@@ -301,14 +301,11 @@ def loaded(config: BalanceConfig, server_args: Any, *layers: FusedMoE) -> Any:
     return own
 
 
-def test_layers_of_different_sizes_are_refused() -> None:
+def test_models_whose_layers_share_no_slots_or_have_no_experts_are_refused() -> None:
     layers = [fakes.loaded_layer(), fakes.loaded_layer()]
     layers[1].num_experts = 24
     with pytest.raises(UnsupportedError, match=r"experts \[12, 24\] share no slots"):
         loaded(BalanceConfig(), fakes.publish(), *layers)
-
-
-def test_models_without_experts_are_refused() -> None:
     with pytest.raises(
         UnsupportedError, match=r"no experts in SGLang's FusedMoE layers, .*; set on_unsup"
     ):
@@ -333,14 +330,13 @@ def test_unsupported_models_are_served_by_sglang_alone(
     assert told(layer) == {(NUM_EXPERTS, SHAPE.num_masters)}
 
 
-def test_policy_off_leaves_sglang_on_a_gpu_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HookRegistry, "register", lambda *_: pytest.fail("a hook"))
-    hooks.install(BalanceConfig(policy=Policy.OFF))
-
-
-def test_hooks_on_a_gpu_leave_its_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_on_a_gpu_leave_its_kernels_alone_and_policy_off_all_of_sglang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     targets: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
+    hooks.install(BalanceConfig(policy=Policy.OFF))
+    assert targets == []
     hooks.install(BalanceConfig())
     assert set(targets) == {
         hooks.END, hooks.LOAD, hooks.FORWARD, hooks.SCHEDULER, hooks.GATHER

@@ -17,10 +17,11 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.environment import ensure_installed, has_program
 
-__all__ = ["FABRIC", "MISTAKES", "RIGHT", "Form", "Outcome", "check"]
+__all__ = ["FABRIC", "MISTAKES", "RIGHT", "Form", "check"]
 
 FABRIC = Path(__file__).with_name("fabric.pml")
 MAX_MEBIBYTES = 4000
@@ -105,26 +106,11 @@ MISTAKES = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What Spin said of one form."""
+def check(form: Form) -> dict[str, Any]:
+    """Make and run the verifier: ``form``, the violated claim (or nothing), and Spin's figures.
 
-    form: Form
-    found: str  # the violated claim; empty where none is
-    num_states: int
-    num_transitions: int
-    depth: int
-    mebibytes: int
-    seconds: float
-
-    @property
-    def is_as_expected(self) -> bool:
-        """Whether a right form held, or a mistake was found."""
-        return bool(self.found) == bool(self.form.mistake)
-
-
-def check(form: Form) -> Outcome:
-    """Make and run the verifier. Raises RuntimeError where it could not look at every state."""
+    Raises RuntimeError where it could not look at every state.
+    """
     with tempfile.TemporaryDirectory() as folder:
         _run(["spin", "-a", *form.defines, str(FABRIC)], folder)
         kind = ("-DNP", "-l") if form.cycles else ("-DSAFETY", "-w24")
@@ -136,15 +122,15 @@ def check(form: Form) -> Outcome:
     violated = re.search(r"pan:1: (.+) \(at depth", said)
     if not violated and ("errors: 0" not in said or "truncated" in said or "too small" in said):
         raise RuntimeError(f"{form} was not looked at to its end:\n{said}")
-    return Outcome(
-        form,
-        _in_words(violated[1]) if violated else "",
-        int(_figure(r"(\S+) states, stored", said)),
-        int(_figure(r"(\S+) transitions", said)),
-        int(_figure(r"depth reached (\d+)", said)),
-        round(_figure(r"(\S+)\s+total actual memory", said)),
-        round(seconds, 1),
-    )
+    return {
+        **asdict(form),
+        "found": _in_words(violated[1]) if violated else "",
+        "num_states": int(_figure(r"(\S+) states, stored", said)),
+        "num_transitions": int(_figure(r"(\S+) transitions", said)),
+        "depth": int(_figure(r"depth reached (\d+)", said)),
+        "mebibytes": round(_figure(r"(\S+)\s+total actual memory", said)),
+        "seconds": round(seconds, 1),
+    }
 
 
 def _run(command: list[str], folder: str) -> str:
@@ -184,25 +170,22 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every figure here")
     arguments = parser.parse_args()
     ensure_installed({"spin": has_program("spin"), "gcc": has_program("gcc")})
-    outcomes = []
+    results, wrong = [], 0
     for form in (*(QUICK if arguments.quick else RIGHT), *MISTAKES):
-        outcomes.append(check(form))
-        _print(outcomes[-1])
+        results.append(check(form))
+        found, states, mebibytes, seconds = (
+            results[-1][name] for name in ("found", "num_states", "mebibytes", "seconds")
+        )
+        is_wrong = bool(found) != bool(form.mistake)  # a right form holds, a mistake is found
+        wrong += is_wrong
+        print(f"{'WRONG' if is_wrong else 'as expected'}: {', '.join(form.words)}: "
+              f"{found or 'holds'} ({states:,} states, {mebibytes} MiB, {seconds} s)",
+              flush=True)  # fmt: skip
     if arguments.json:
-        results = [{**asdict(outcome.form), **asdict(outcome)} for outcome in outcomes]
-        for result in results:
-            del result["form"]
         document = {"machine": os.uname().machine, "spin": _run(["spin", "-V"], ".").strip()}
         document |= {"command": "make check-protocol", "results": results}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
-    return 0 if all(outcome.is_as_expected for outcome in outcomes) else 1
-
-
-def _print(outcome: Outcome) -> None:
-    mark = "as expected" if outcome.is_as_expected else "WRONG"
-    print(f"{mark}: {', '.join(outcome.form.words)}: {outcome.found or 'holds'} "
-          f"({outcome.num_states:,} states, {outcome.mebibytes} MiB, {outcome.seconds} s)",
-          flush=True)  # fmt: skip
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ returns the stages that the self-check is to see.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,17 +52,23 @@ def engine_of(rank: int, shape: ExpertShape, layers: Layers) -> Answers:
     return Answers(compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
 
 
+def replicating(fill: Callable[..., object]) -> Fault:
+    """Slots are filled by ``fill`` (stages, shape, layer, slot_expert, by_relays)."""
+
+    def fault(made: Stages, shape: ExpertShape, _: Layers) -> Stages:
+        return replace(made, replicate=partial(fill, made, shape))
+
+    return fault
+
+
 def after_copying(damage: Callable[[Stages, ExpertShape, int], object]) -> Fault:
     """A fault that does ``damage`` (stages, shape, layer) whenever slots were filled."""
 
-    def fault(made: Stages, shape: ExpertShape, _: Layers) -> Stages:
-        def replicate(layer: int, *rest: Any) -> None:
-            made.replicate(layer, *rest)
-            damage(made, shape, layer)
+    def fill(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
+        made.replicate(layer, *rest)
+        damage(made, shape, layer)
 
-        return replace(made, replicate=replicate)
-
-    return fault
+    return replicating(fill)
 
 
 def flipped_bit(made: Stages, shape: ExpertShape, layer: int) -> None:
@@ -83,32 +90,24 @@ def wrong_expert(made: Stages, _: ExpertShape, layer: int) -> None:
         tensor[-1] = tensor[0]
 
 
-def stale_scale(made: Stages, shape: ExpertShape, _: Layers) -> Stages:
-    def replicate(layer: int, *rest: Any) -> None:
-        scale = made.layers[layer].tensors[1]
-        before = scale[shape.num_masters].clone()
-        made.replicate(layer, *rest)
-        scale[shape.num_masters].copy_(before)
-
-    return replace(made, replicate=replicate)
+def stale_scale(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
+    scale = made.layers[layer].tensors[1]
+    before = scale[shape.num_masters].clone()
+    made.replicate(layer, *rest)
+    scale[shape.num_masters].copy_(before)
 
 
-def never_copied(made: Stages, *_: object) -> Stages:
+def never_copied(
+    made: Stages, _: ExpertShape, layer: int, slot_expert: np.ndarray, by_relays: bool
+) -> None:
     """The other ranks get one expert in place of another."""
-
-    def replicate(layer: int, slot_expert: np.ndarray, by_relays: bool) -> None:
-        less = slot_expert.copy()
-        less[:-1][less[:-1] // (less.max() + 1) == 0] = less[:-1].max()
-        made.replicate(layer, less, by_relays)
-
-    return replace(made, replicate=replicate)
+    less = slot_expert.copy()
+    less[:-1][less[:-1] // (less.max() + 1) == 0] = less[:-1].max()
+    made.replicate(layer, less, by_relays)
 
 
-def other_layer(made: Stages, *_: object) -> Stages:
-    def replicate(layer: int, *rest: Any) -> None:
-        made.replicate((layer + 1) % LAYERS, *rest)
-
-    return replace(made, replicate=replicate)
+def other_layer(made: Stages, _: ExpertShape, layer: int, *rest: Any) -> None:
+    made.replicate((layer + 1) % LAYERS, *rest)
 
 
 def early_overwrite(made: Stages, *_: object) -> Stages:
@@ -185,39 +184,29 @@ def no_number(made: Stages, _: ExpertShape, layers: Layers) -> Stages:
     return made
 
 
-FAULTS: dict[str, Fault] = {
-    "no number": no_number,
-    "none": lambda made, *_: made,
-    "slots swapped": after_copying(slots_swapped),
-    "copy cut short": after_copying(copy_cut_short),
-    "wrong expert copied": after_copying(wrong_expert),
-    "early overwrite": early_overwrite,
-    "doubled assignment": counting(lambda load: load * 2),
-    "lost id": routing(lambda _, physical: physical.view(-1)[:1].fill_(-1)),
-    "quota off by one": routing(one_more),
-    "flipped bit": after_copying(flipped_bit),
-    "stale scale": stale_scale,
-    "never copied": never_copied,
-    "another layer": other_layer,
-    "lost assignment": counting(one_less),
-    "wrong id": routing(lambda _, physical: physical.sub_((physical > 0).int())),
-    "other plan": other_plan,
-    "wrong answer": wrong_answer,
+_COPIES, _KERNELS = "copies failed on rank", "kernels failed on rank 2: "
+_COUNTED, _WENT = "assignments are counted wrong", "an assignment went to a wrong expert"
+_PLANNED = "a plan is another one"
+_FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error says
+    "slots swapped": (after_copying(slots_swapped), f"{_COPIES} 2"),
+    "copy cut short": (after_copying(copy_cut_short), f"{_COPIES} 2"),
+    "wrong expert copied": (after_copying(wrong_expert), f"{_COPIES} 2"),
+    "early overwrite": (early_overwrite, f"{_COPIES} 2"),
+    "doubled assignment": (counting(lambda load: load * 2), _KERNELS + _COUNTED),
+    "lost id": (routing(lambda _, ids: ids.view(-1)[:1].fill_(-1)), _KERNELS + _WENT),
+    "quota off by one": (routing(one_more), _KERNELS + _PLANNED),
+    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slot 0 of layer 0 has other bytes"),
+    "stale scale": (replicating(stale_scale), f"{_COPIES} 2"),
+    "never copied": (replicating(never_copied), _COPIES),
+    "another layer": (replicating(other_layer), _COPIES),
+    "lost assignment": (counting(one_less), _KERNELS + _COUNTED),
+    "wrong id": (routing(lambda _, ids: ids.sub_((ids > 0).int())), _KERNELS + _WENT),
+    "other plan": (other_plan, _KERNELS + _PLANNED),
+    "wrong answer": (wrong_answer, _COPIES),
 }
-FOUND = {
-    "slots swapped": "copies failed on rank 2",
-    "copy cut short": "copies failed on rank 2",
-    "wrong expert copied": "copies failed on rank 2",
-    "early overwrite": "copies failed on rank 2",
-    "doubled assignment": "kernels failed on rank 2: assignments are counted wrong",
-    "lost id": "kernels failed on rank 2: an assignment went to a wrong expert",
-    "quota off by one": "kernels failed on rank 2: a plan is another one",
-    "flipped bit": "copies failed on rank 2: slot 0 of layer 0 has other bytes",
-    "stale scale": "copies failed on rank 2",
-    "never copied": "copies failed on rank",
-    "another layer": "copies failed on rank",
-    "lost assignment": "kernels failed on rank 2: assignments are counted wrong",
-    "wrong id": "kernels failed on rank 2: an assignment went to a wrong expert",
-    "other plan": "kernels failed on rank 2: a plan is another one",
-    "wrong answer": "copies failed on rank",
+FOUND = {name: said for name, (_, said) in _FAULTS.items()}
+FAULTS: dict[str, Fault] = {
+    "none": lambda made, *_: made,
+    "no number": no_number,
+    **{name: fault for name, (fault, _) in _FAULTS.items()},
 }
