@@ -102,4 +102,4 @@ check-null-gpu:
 	$(PYTHON) benchmarks/null_gpu --devices 2 --parts server-vllm engine --json build/null_gpu/two.json
 
 clean:
-	rm -rf $(VENV) $(VENV)-sglang .venv-next-* results build *.egg-info
+	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info

@@ -2,11 +2,11 @@
 
 python -m tests.engines.check_next [--vllm PATH] [--sglang PATH] [--json FILE]
 
-A release gets an environment of its own, ``.venv-next-NAME``: the release from the package index
-without what it requires, in front of the supported release's environment. Instead of the index's
-release a checkout, or a folder with an unpacked package, can be named. What moved is read from
-source, so it is also told of a release that does not run here; the contract tests then say why not.
-Nothing of the supported environments is changed.
+A release gets a folder of its own, ``build/next/NAME``: the release from the package index without
+what it requires, in front of the supported release's packages. Instead of the index's release a
+checkout, or a folder with an unpacked package, can be named. What moved is read from source, so it
+is also told of a release that does not run here; the contract tests then say why not. Nothing of
+the supported environments is changed.
 """
 
 import argparse
@@ -77,35 +77,21 @@ def check(package: Package, engine: Engine, checkout: Path | None, root: Path = 
     row: dict[str, Any] = {"package": package.name, "engine": package.engine}
     try:
         base = root / engine.base / "bin" / "python"
-        source = None if checkout is None else package_root(checkout, package.module)
-        site = make_environment(root / f".venv-next-{package.name}", base, source)
-        if source is None:
-            install(base, site, package.name)
-            source = site
+        if not base.exists():
+            raise CannotCheckError(f"{base} is missing: make setup setup-sglang")
+        folder = root / "build" / "next" / package.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if checkout is None:
+            install(base, folder, package.name)
+        source = package_root(checkout or folder, package.module)
         row["version"] = version_of(package.name, source)
         row["verified"] = package.is_verified(row["version"])
         row |= compare(Adapter(package.module), packages_of(base.parents[1]), source)
-        row |= run_tests(engine, base, site)
+        row |= run_tests(engine, base, [source, folder])
     except CannotCheckError as error:
         row["problem"] = str(error)
     return row
-
-
-def make_environment(path: Path, base: Path, first: Path | None) -> Path:
-    """Make ``path`` anew, with ``first`` in front of the environment of ``base``.
-
-    Returns its folder of packages, which is in front of both.
-    """
-    if not base.exists():
-        raise CannotCheckError(f"{base} is missing: make setup setup-sglang")
-    shutil.rmtree(path, ignore_errors=True)
-    subprocess.run([base, "-m", "venv", "--without-pip", path], check=True)
-    behind, site = packages_of(base.parents[1]), packages_of(path)
-    lines = [f"import site; site.addsitedir({str(behind)!r})"]
-    if first is not None:
-        lines.insert(0, str(first))
-    (site / "next.pth").write_text("\n".join(lines) + "\n")
-    return site
 
 
 def packages_of(environment: Path) -> Path:
@@ -114,11 +100,11 @@ def packages_of(environment: Path) -> Path:
     return found
 
 
-def install(base: Path, site: Path, requirement: str) -> None:
-    """Put the newest release into ``site``, without what it requires."""
+def install(base: Path, folder: Path, requirement: str) -> None:
+    """Put the newest release into ``folder``, without what it requires."""
     command = [base, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
     pip = subprocess.run(
-        [*command, "--only-binary", ":all:", "--target", site, requirement],
+        [*command, "--only-binary", ":all:", "--target", folder, requirement],
         capture_output=True,
         text=True,
         check=False,
@@ -155,17 +141,20 @@ def compare(adapter: Adapter, verified: Path, root: Path) -> dict[str, Any]:
         raise CannotCheckError(f"this Python cannot read it: {error}") from error
 
 
-def run_tests(engine: Engine, base: Path, site: Path) -> dict[str, Any]:
-    """What the contract tests say; what the release requires beyond the supported one is added."""
-    python = site.parents[2] / "bin" / "python"
+def run_tests(engine: Engine, base: Path, first: list[Path]) -> dict[str, Any]:
+    """What the contract tests say with the folders ``first`` in front of ``base``'s packages.
+
+    What the release requires beyond the supported one is added to the last of them.
+    """
+    folders = [*first, ROOT, ROOT / "kernels", ROOT / "benchmarks"]
     environment = {
         **{name: value for name, value in os.environ.items() if name != "ULTRAEP_CONFIG"},
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'benchmarks'}",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "VLLM_TARGET_DEVICE": "cpu",  # builds for GPUs do not find one
     }
     row: dict[str, Any] = {"new requirements": []}
     for _ in range(MOST_NEW):
-        command = [python, "-W", "ignore", "-c", f"import {', '.join(engine.imports)}"]
+        command = [base, "-W", "ignore", "-c", f"import {', '.join(engine.imports)}"]
         imports = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
@@ -173,14 +162,14 @@ def run_tests(engine: Engine, base: Path, site: Path) -> dict[str, Any]:
         if not imports.returncode or missing is None or missing[1] in row["new requirements"]:
             break
         row["new requirements"].append(missing[1])
-        install(base, site, missing[1])
+        install(base, first[-1], missing[1])
     if imports.returncode:
         return {**row, "imports": (imports.stderr.strip().splitlines() or ["killed"])[-1]}
     folder = Path(__file__).parent
     files = sorted(path for pattern in engine.tests for path in folder.glob(pattern))
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *files]
+        command = [base, "-m", "pytest", "-q", f"--junitxml={report}", *files]
         try:
             subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,5 @@
 """What `make engine-next` says of a release; nothing is installed and no engine runs."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,24 +66,3 @@ def test_a_release_is_good_if_nothing_moved_and_all_tests_passed() -> None:
     ):
         assert not check_next.is_good(row | changed)
         assert said in "\n".join(check_next.lines(row | changed))
-
-
-def test_an_environment_is_made_in_its_own_folder_in_front_of_another(tmp_path: Path) -> None:
-    """Nothing may reach the interpreter that both were made with."""
-    base = tmp_path / "base"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", base], check=True)
-    (check_next.packages_of(base) / "engine.py").write_text("WHERE = 'base'\n")
-    (check_next.packages_of(base) / "behind.py").touch()
-    checkout = tmp_path / "checkout"
-    checkout.mkdir()
-    (checkout / "engine.py").write_text("WHERE = 'checkout'\n")
-    for first, where in ((None, "base"), (checkout, "checkout")):
-        path = tmp_path / "next"
-        site = check_next.make_environment(path, base / "bin" / "python", first)
-        assert site.is_relative_to(path)
-        code = "import behind, engine; print(engine.WHERE)"
-        ran = subprocess.run([path / "bin" / "python", "-c", code], capture_output=True, text=True)
-        assert ran.stdout.strip() == where, ran.stderr
-    (site / "engine.py").write_text("WHERE = 'next'\n")
-    ran = subprocess.run([path / "bin" / "python", "-c", code], capture_output=True, text=True)
-    assert ran.stdout.strip() == "next"
