@@ -1,8 +1,5 @@
 """What the adapter takes and refuses on CPUs with other instructions than this one has."""
 
-import os
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +18,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_gpu import NAMES, configure
     from ultraep_serve.engines.vllm import checks, host, load
 
-from tests.support.instruction_sets import INSTRUCTION_SETS, PLAYED, own, pretend
+from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from tests.support.quantised import SCHEMES
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
@@ -107,17 +104,3 @@ def test_instructions_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(host, "HostAllGather", lambda group, seconds: ranks)
     host.put_in_kernels([], 1.0)
     assert asked == ["AMX"] * INSTRUCTION_SETS[name].amx
-
-
-@pytest.mark.engine  # most of a minute for each
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_experts_are_computed_with_fewer_instructions(name: str) -> None:
-    """vLLM's build for them, which runs on this machine too."""
-    if list(INSTRUCTION_SETS).index(name) >= list(INSTRUCTION_SETS).index(own()):
-        pytest.skip(f"this CPU has {own()} itself, whose tests are the others here")
-    files = [f"tests/engines/test_vllm_{name}.py" for name in ("host", "quantised")]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.instruction_sets", *files],
-        env={**os.environ, PLAYED: name},
-        check=True,
-    )

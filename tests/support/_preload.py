@@ -6,12 +6,12 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from tests.support import instruction_sets, stress
+from tests.support import stress
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["instruction_sets", "stress"]
+__all__ = ["stress"]
 
 _SHAPE = ExpertShape(2, 2, 1)
 

@@ -1,22 +1,13 @@
-"""Machines with other instruction sets than this one, as far as torch tells of them.
+"""Machines with other instruction sets than this one, as far as torch tells of them."""
 
-As a plug-in of pytest (``-p``) it has a whole run, its processes too, see the instruction set that
-the variable ``PLAYED`` names.
-"""
-
-import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["INSTRUCTION_SETS", "PLAYED", "InstructionSet", "own", "pretend"]
-
-PLAYED = "ULTRAEP_TEST_INSTRUCTION_SET"
+__all__ = ["INSTRUCTION_SETS", "pretend"]
 
 
-@dataclass(frozen=True)
-class InstructionSet:
+class InstructionSet(NamedTuple):
     """An x86-64 CPU's instructions beyond AVX2, each set with those before it."""
 
     avx512: bool
@@ -32,32 +23,13 @@ INSTRUCTION_SETS = {
 }
 
 
-def own() -> str:
-    """The name of the largest set that this machine has."""
-    capabilities = torch.cpu.get_capabilities()
-    if torch.cpu._is_amx_tile_supported():
-        return "AMX"
-    if capabilities.get("avx512_bf16"):
-        return "AVX512-BF16"
-    return "AVX512" if capabilities.get("avx512_f") else "AVX2"
-
-
 def pretend(set_attribute: Any, name: str) -> None:
     """Have torch say that this machine has the instruction set ``name``."""
-    chosen = INSTRUCTION_SETS[name]
-    capabilities = {
-        "avx2": True,
-        "avx512_f": chosen.avx512,
-        "avx512_bf16": chosen.bfloat16,
-        "amx_tile": chosen.amx,
-    }
-    set_attribute(torch.cpu, "_is_avx512_supported", lambda: chosen.avx512)
-    set_attribute(torch.cpu, "_is_avx512_bf16_supported", lambda: chosen.bfloat16)
-    set_attribute(torch.cpu, "_is_amx_tile_supported", lambda: chosen.amx)
+    avx512, bfloat16, amx = INSTRUCTION_SETS[name]
+    capabilities = {"avx2": True, "avx512_f": avx512, "avx512_bf16": bfloat16, "amx_tile": amx}
+    set_attribute(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    set_attribute(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    set_attribute(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     set_attribute(torch.cpu, "get_capabilities", lambda: capabilities)
-    kind = "AVX512" if chosen.avx512 else "AVX2"
+    kind = "AVX512" if avx512 else "AVX2"
     set_attribute(torch.backends.cpu, "get_cpu_capability", lambda: kind)
-
-
-if PLAYED in os.environ:
-    pretend(setattr, os.environ[PLAYED])
