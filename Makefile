@@ -42,7 +42,7 @@ setup-sglang:
 demo-sglang: setup-sglang
 	$(VENV)-sglang/bin/ultraep-serve demo
 
-SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_eplb.py tests/engines/test_ways_to_start.py tests/lab/test_engine_recordings.py
+SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_eplb.py tests/engines/test_two_hosts.py tests/engines/test_ways_to_start.py tests/lab/test_engine_recordings.py
 
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest -q --numprocesses 2 --dist worksteal -m "not engine" $(SGLANG_TESTS)

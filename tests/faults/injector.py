@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -224,14 +223,6 @@ def _struck(run: _Run, fault: Fault) -> Iterator[None]:
         (run.board.parent / "clock").write_text({"back": "-7200", "ahead": "7200"}[how])
     elif what == "run directory":
         subprocess.run(["rm", "-rf", str(run.files.path)], check=True)
-    elif what == "connections":
-        with ExitStack() as stack:
-            for _ in range(600):
-                address = ("127.0.0.1", int(run.sidecar_url.rpartition(":")[2]))
-                with suppress(OSError):
-                    stack.enter_context(socket.create_connection(address, timeout=5))
-            yield
-        return
     else:
         files = {"ring": run.files.ring(1), "control page": run.files.control}
         files |= {"settings": run.files.settings, "token": run.files.token}

@@ -34,7 +34,6 @@ for _how in ("deleted", "truncated", "overwritten", "a pipe"):
 EXPECTED["ring", "overwritten"] = (NONE, "on", "on", "on", "ends")  # by its writer, in turn
 EXPECTED["run directory", "deleted"] = (NONE, "told", "told", "told", "ends")
 EXPECTED["clock", "back"] = EXPECTED["clock", "ahead"] = ("on", "on", "on", "on", "ends")
-EXPECTED["connections", "600 held open"] = (NONE, NONE, "on", "on", "ends")
 
 # A cell of each kind, for every run of the tests.
 QUICK = (
