@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang import hooks, model, stage
     from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_dispatch
 
-from tests.support.experts import NUM_EXPERTS, TOP_K
+from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import group, process
@@ -135,26 +135,6 @@ def test_attention_data_parallelism_counts_all_ranks_tokens(mode: ForwardMode) -
         assert told.number == 0
 
 
-class Noting:
-    """A balancer whose physical ids are the logical ones; it notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-        self.routed: list[torch.Tensor] = []
-
-    def route(self, layer: int, ids: torch.Tensor, tokens: int) -> torch.Tensor:
-        self.seen.append(("route", layer, tokens))
-        self.routed.append(ids)
-        return ids
-
-    def receive(self) -> Any:
-        self.seen.append("receive")
-        return SimpleNamespace(stop=lambda: self.seen.append("clock stops"))
-
-    def computed(self) -> None:
-        self.seen.append("computed")
-
-
 def hooked(layer: FusedMoE) -> tuple[Any, Noting]:
     """The hooks of a rank that balances ``layer`` alone, by a balancer that takes ids as they are.
 
@@ -205,7 +185,7 @@ def test_a_kernel_that_nobody_knows_cannot_compute_before_copies_have_come() -> 
     core = layer.run_moe_core
     layer.run_moe_core = lambda **given: noting.seen.append("experts") or core(**given)
     run(own, batch(ForwardMode.EXTEND, 300), experts_of(layer))
-    expected = [("route", 0, 300), "receive", "experts", "clock stops", "computed"]
+    expected = [("route", 0, 300), ("receive",), "experts", ("clock stops",), ("computed",)]
     assert noting.seen == expected
 
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import model, stage
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
-from tests.support.experts import NUM_EXPERTS, TOP_K
+from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import group
@@ -31,24 +31,6 @@ from ultraep_serve.types import Policy, TokenView
 
 X = torch.ones(8, 4)
 IDS, WEIGHTS = torch.zeros(8, TOP_K, dtype=torch.int32), torch.ones(8, TOP_K)
-
-
-class Noting:
-    """A balancer whose physical ids are the logical ones and 100; it notes what it is asked."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def route(self, layer: int, ids: torch.Tensor, tokens: int, number: int) -> torch.Tensor:
-        self.seen.append(("route", layer, tokens, number))
-        return ids + 100
-
-    def receive(self, number: int) -> Any:
-        self.seen.append(("receive", number))
-        return SimpleNamespace(stop=lambda: self.seen.append(("clock stops", number)))
-
-    def computed(self, number: int) -> None:
-        self.seen.append(("computed", number))
 
 
 class Wrapped:
@@ -80,7 +62,7 @@ def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED, **options: Any
 
 def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: Any) -> None:
     _, config = build(balanced)
-    balancer = Noting()
+    balancer = Noting(100)
     flow = flow_of(balancer, TokenView.OWN)
     with forward_pass(config, [300, 8, 1]):
         flow.route(0, WEIGHTS, IDS)
@@ -94,7 +76,7 @@ def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: 
 
 def test_a_kernel_gets_physical_ids_when_their_experts_have_come() -> None:
     """Also where the wrapped stage leaves ids and weights to the caller, who has logical ones."""
-    balancer = Noting()
+    balancer = Noting(100)
     made: Any = BalancedStage(Wrapped(balancer.seen), 3, flow_of(balancer))
     *_, ids, weights = made.prepare(X, WEIGHTS, IDS, 12, None, False, None)
     assert torch.equal(ids, IDS + 100)
@@ -111,7 +93,7 @@ def test_asynchronous_halves_end_in_their_receivers(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """vLLM runs overlapping micro-batches in threads of their own, which take turns in a layer."""
-    balancer = Noting()
+    balancer = Noting(100)
     made: Any = BalancedStage(Wrapped(balancer.seen), 3, flow_of(balancer))
     contexts = {threading.get_ident(): number}
     monkeypatch.setattr(ubatching, "_THREAD_ID_TO_CONTEXT", contexts)
@@ -128,7 +110,7 @@ def test_asynchronous_halves_end_in_their_receivers(
 
 def test_zero_experts_are_no_load() -> None:
     """A chosen expert that computes nothing comes as expert 0 with weight 0, and goes there."""
-    balancer = Noting()
+    balancer = Noting(100)
     ids, weights = torch.tensor([[3, 0]], dtype=torch.int32), torch.tensor([[0.5, 0.0]])
     assert flow_of(balancer).route(0, weights, ids).tolist() == [[103, 100]]
     known = flow_of(balancer, has_zero_experts=True)
@@ -141,7 +123,7 @@ def test_an_expert_kernel_that_nobody_knows_cannot_compute_before_copies_have_co
     """vLLM's own kernel object calls a stage, then experts, whatever class they are of."""
 
     layer, config = build(balanced)
-    balancer, kernel = Noting(), layer.quant_method.moe_kernel
+    balancer, kernel = Noting(100), layer.quant_method.moe_kernel
     known = type(kernel.fused_experts)
     compute = lambda self, output, *_, **__: balancer.seen.append("experts") or output.zero_()  # noqa: E731
     kernel.fused_experts.__class__ = type("Unknown", (known,), {"apply": compute})

@@ -2,12 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from ultraep_serve.costs.model import CostModel
 
-__all__ = ["Batch", "expected_output", "make_batch", "make_weights", "sum_of_experts", "swiglu"]
+__all__ = [
+    "Batch",
+    "Noting",
+    "expected_output",
+    "make_batch",
+    "make_weights",
+    "sum_of_experts",
+    "swiglu",
+]
 
 NUM_EXPERTS, TOP_K = 12, 2
 # These experts are so small that copying them may take longer than computing them.
@@ -89,3 +99,27 @@ def expected_output(batch: Batch, tensors: Tensors) -> torch.Tensor:
     return sum_of_experts(
         batch.x, batch.ids, batch.weights, lambda x, e: swiglu(x, w13[e], w2[e], b13[e], b2[e])
     )
+
+
+class Noting:
+    """A balancer whose physical ids are the logical ones and ``more``; it notes what it is asked.
+
+    With the number of a micro-batch, where an engine tells it.
+    """
+
+    def __init__(self, more: int = 0) -> None:
+        self._more = more
+        self.seen: list[Any] = []
+        self.routed: list[torch.Tensor] = []
+
+    def route(self, layer: int, ids: torch.Tensor, tokens: int, *number: int) -> torch.Tensor:
+        self.seen.append(("route", layer, tokens, *number))
+        self.routed.append(ids)
+        return ids + self._more
+
+    def receive(self, *number: int) -> Any:
+        self.seen.append(("receive", *number))
+        return SimpleNamespace(stop=lambda: self.seen.append(("clock stops", *number)))
+
+    def computed(self, *number: int) -> None:
+        self.seen.append(("computed", *number))
