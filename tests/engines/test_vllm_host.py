@@ -4,6 +4,7 @@ import os
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +15,21 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm._custom_ops import cpu_prepack_moe_weight
     from vllm.distributed import parallel_state
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+        CPUUnquantizedExperts,
+        X86CPUUnquantizedExperts,
+    )
     from vllm.platforms import current_platform
 
-    from tests.support import vllm_cpu_layers
-    from tests.support.vllm_cpu_layers import compute, put_in_kernel
     from ultraep_serve.engines.vllm import host
     from ultraep_serve.engines.vllm.checks import has_amx
-    from ultraep_serve.engines.vllm.host import by_products, has_products
+    from ultraep_serve.engines.vllm.host import HostExperts, HostStage, by_products, has_products
 
 from tests.support.experts import sum_of_experts
 from tests.support.hosts import engine_group
@@ -45,8 +51,75 @@ def _kernels() -> None:
     current_platform.import_kernels()
 
 
-def make_layer(**kind: Any) -> tuple[Any, list[torch.Tensor]]:
-    return vllm_cpu_layers.make_layer((NUM_LOCAL, HIDDEN, INNER, TOP_K), **kind)
+class _Layer(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def make_layer(
+    dtype: torch.dtype = torch.bfloat16,
+    activation: MoEActivation = MoEActivation.SILU,
+    biased: bool = False,
+    amx: bool = False,
+    dp_size: int = 1,
+) -> tuple[Any, list[torch.Tensor]]:
+    """A rank's layer as far as vLLM's kernel looks at it, and w13 (L, 2I, H) and w2 (L, H, I).
+
+    The latter before packing. With ``amx`` for vLLM's kernel that needs it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
+    w13 = random(NUM_LOCAL, 2 * INNER, HIDDEN) / HIDDEN**0.5
+    w2 = random(NUM_LOCAL, HIDDEN, INNER) / INNER**0.5
+    biases = (random(NUM_LOCAL, 2 * INNER), random(NUM_LOCAL, HIDDEN)) if biased else (None,) * 2
+    kind = X86CPUUnquantizedExperts if amx else CPUUnquantizedExperts
+    kernel = kind.__new__(kind)
+    kernel._use_zentorch = False
+    kernel.quant_config = biased_moe_quant_config(*biases)
+    kernel.moe_config = moe = SimpleNamespace(
+        num_experts=NUM_EXPERTS,
+        ep_size=NUM_RANKS,
+        dp_size=dp_size,
+        in_dtype=dtype,
+        experts_per_token=TOP_K,
+        moe_parallel_config=SimpleNamespace(dp_size=dp_size, use_ep=True),
+    )
+    layer = _Layer(
+        w13_weight=cpu_prepack_moe_weight(w13, kind.isa),
+        w2_weight=cpu_prepack_moe_weight(w2, kind.isa),
+        top_k=TOP_K,
+        moe_config=moe,
+        quant_method=SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)),
+        activation=activation,
+        apply_router_weight_on_input=False,
+    )
+    return layer, [w13, w2]
+
+
+def put_in_kernel(layer: Any, *, with_products: bool = False) -> HostStage:
+    """Give ``layer`` the kernel that is ours, as ``put_in_kernels`` does; returns its stage."""
+    stage = HostStage(layer.moe_config)
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    experts = HostExperts.__new__(HostExperts)  # whose base looks at more of a configuration
+    experts.kernel, experts._stage, experts._with_products = kernel, stage, with_products
+    experts.moe_config, experts.quant_config = kernel.moe_config, kernel.quant_config
+    layer.quant_method.moe_kernel = mk.FusedMoEKernel(stage, experts)
+    return stage
+
+
+def compute(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The output (T, H) of ``layer``'s kernel for ``x`` (T, H)."""
+    output: torch.Tensor = layer.quant_method.moe_kernel.apply(
+        hidden_states=x,
+        w1=layer.w13_weight,
+        w2=layer.w2_weight,
+        topk_weights=weights,
+        topk_ids=ids,
+        activation=layer.activation,
+        global_num_experts=layer.moe_config.num_experts,
+        expert_map=None,
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+    )
+    return output
 
 
 def make_batch(

@@ -49,12 +49,12 @@ def masters_of(
     return [torch.randn(num_masters, *shape, generator=generator) for shape in shapes]
 
 
-def skewed(rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def skewed(rank: int) -> torch.Tensor:
     """Everybody wants the first experts, rank by rank a little less; every ninth is padding."""
     rng = np.random.default_rng(rank)
     ids = np.minimum(rng.geometric(0.5, size=(150 + 30 * rank, 2)) - 1, 7)
     ids[::9] = -1
-    return torch.from_numpy(ids).to(dtype)
+    return torch.from_numpy(ids).int()
 
 
 def even(_rank: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
-from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of, ids_of
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.reroute import AssignSizes, Places, assign_block, new_physical
@@ -44,7 +43,6 @@ def _stride(places: int) -> int:
 def _assign_kernel(
     places,
     status_ptr,
-    decision_ptr,  # (1,) int32; None: it is planned
     ids_ptr,
     before_ptr,
     num_ids,
@@ -53,8 +51,6 @@ def _assign_kernel(
 ):
     block = tl.program_id(0)
     is_planned = block >= 0
-    if decision_ptr is not None:
-        is_planned = tl.load(decision_ptr) == PLANNED
     ids = ids_ptr, before_ptr, num_ids, out_ptr
     assign_block(block, is_planned, ids, places, status_ptr, SIZES)
 
@@ -65,8 +61,6 @@ def reroute(
     num_slots: int,
     counted: Counted,
     status: torch.Tensor,
-    *,
-    decision: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Physical ids (T, K) of the type of ``topk_ids``; twin ``host.reroute.reroute``.
 
@@ -77,7 +71,6 @@ def reroute(
         counted: of the same ids.
         status: (1,) int32. Where the places are fewer than the assignments, the rest goes to its
             master, which is always right, and the status says so (SHARE_TOO_SMALL).
-        decision: (1,) int32; unless it is PLANNED every assignment goes to its master.
     """
     num_experts, num_ranks = places.ends.shape
     out = new_physical(topk_ids)
@@ -90,5 +83,5 @@ def reroute(
         tile=BLOCK_IDS,
     )
     grid = (blocks_of(topk_ids.numel()),)
-    launch(_assign_kernel, grid, places, status, decision, **changed, SIZES=sizes, num_warps=4)
+    launch(_assign_kernel, grid, places, status, **changed, SIZES=sizes, num_warps=4)
     return out

@@ -1,13 +1,8 @@
 """A run without an engine: rings that look like those of a server under load.
 
-    python -m tests.support.rings RUN_DIR --ranks 8 --layers 24 --experts 128
-
 All values are made up except the plans, which are the real planner's for made-up loads.
 """
 
-import argparse
-import contextlib
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,28 +176,3 @@ def planned_run(run_path: Path) -> SyntheticRun:
     """Four ranks whose plans are the planner's; every layer is planned."""
     traffic = SyntheticTraffic(balanced_share=0.0, decode_batches=2)
     return SyntheticRun(run_path, ExpertShape(4, 32, 2), PLANNED_LAYERS, traffic)
-
-
-def main() -> None:
-    """Write batches until interrupted, or for some seconds."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--batches-per-second", type=float, default=2.0)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    arguments = parser.parse_args()
-    arguments.run_dir.mkdir(mode=0o700, exist_ok=True)
-    shape = ExpertShape(arguments.ranks, arguments.experts, arguments.slots)
-    run = SyntheticRun(arguments.run_dir, shape, arguments.layers)
-    deadline = time.monotonic() + arguments.seconds
-    with contextlib.closing(run), contextlib.suppress(KeyboardInterrupt):
-        while time.monotonic() < deadline:
-            run.batch()
-            time.sleep(1 / arguments.batches_per_second)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,10 +13,10 @@ __all__ = ["run_directory"]
 
 
 @contextmanager
-def run_directory(number: int = 0, config: BalanceConfig | None = None) -> Iterator[Path]:
-    """One that this process holds; ``number`` tells several of them apart."""
-    directory = RunDirectory.create(name_of_run(os.getpid(), number))
-    RunFiles(directory.path).write_config((config or BalanceConfig()).to_json())
+def run_directory() -> Iterator[Path]:
+    """One that this process holds."""
+    directory = RunDirectory.create(name_of_run(os.getpid(), 0))
+    RunFiles(directory.path).write_config(BalanceConfig().to_json())
     try:
         yield directory.path
     finally:

@@ -169,10 +169,10 @@ def build_layer(layer_id: int, quant_config: Any = None, **options: Any) -> Fuse
     return layer
 
 
-def layers_of(flow: Flow | None = None) -> model._Layers:
+def layers_of() -> model._Layers:
     """What tells layers of slots and computes them, with no other rank."""
     group: Any = SimpleNamespace()
-    return model._Layers(BalanceConfig(), flow or Flow(PrefillTokens()), group)
+    return model._Layers(BalanceConfig(), Flow(PrefillTokens()), group)
 
 
 def loaded_layer(quant_config: Any = None, **changes: Any) -> FusedMoE:
