@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.ids import zipf_loads
 from ultraep_lab.comparators import POLICIES, policy_function
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
@@ -42,12 +43,6 @@ def no_history(loads: np.ndarray) -> np.ndarray:
 def rank_loads(name: str, loads: np.ndarray, num_slots: int, past: np.ndarray) -> list[int]:
     context = PlanContext.of(ExpertShape(*loads.shape, num_slots))
     return policy_function(name)(loads, context, past).quota.sum(0).tolist()
-
-
-def skewed(shape: ExpertShape, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    weight = rng.permutation(1.0 / np.arange(1, shape.num_logical_experts + 1))
-    return rng.multinomial(2048, weight / weight.sum(), size=shape.num_ranks)
 
 
 def check_rules(name: str, loads: np.ndarray, shape: ExpertShape, domain: int | None) -> None:
@@ -87,7 +82,7 @@ def check_rules(name: str, loads: np.ndarray, shape: ExpertShape, domain: int | 
     ],
 )
 def test_rules(name: str, shape: ExpertShape, domain: int | None) -> None:
-    check_rules(name, skewed(shape, seed=0), shape, domain)
+    check_rules(name, zipf_loads(shape, 1.0, 0, 2048), shape, domain)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -115,7 +110,7 @@ def test_rules_on_any_loads(data: st.DataObject) -> None:
 
 def test_quota_is_the_plan_that_is_served() -> None:
     shape = ExpertShape(8, 64, 2)
-    loads = skewed(shape, seed=1)
+    loads = zipf_loads(shape, 1.0, 1, 2048)
     context = PlanContext.of(shape, 4)
     plan = POLICIES["quota"](loads, context, no_history(loads))
     assert plan.shares is not None
