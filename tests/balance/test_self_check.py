@@ -65,8 +65,10 @@ def rounded(answers: Answers) -> Callable[..., torch.Tensor]:
 )
 def test_ranks_without_a_fault_pass(run_path: Path, shape: ExpertShape, how: str) -> None:
     passed = run_ranks(join, shape.num_ranks, run_path, shape, "none", how)
-    expected = ["kernels", "copies"] if shape.num_replica_slots else ["kernels"]
-    expected = [(name, "") for name in expected] if how != "off" else []
+    expected = [("kernels", ""), ("copies", "")] if how != "off" else []
+    if not shape.num_replica_slots:
+        no_room = "without replica slots there is no room for copies; choose --slots 1 or more"
+        expected = [*expected[:1], ("settings", no_room)]
     assert passed == [expected] * shape.num_ranks
 
 

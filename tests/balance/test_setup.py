@@ -16,6 +16,7 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.group import BalancedLayers, EngineRank, make_backend
+from ultraep_serve.engines.common.requirements import why_never_balanced
 from ultraep_serve.errors import FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
@@ -27,6 +28,30 @@ from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 SHAPE = ExpertShape(2, 8, 1)
 GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
+
+
+@pytest.mark.parametrize(
+    ("max_imbalance", "speeds", "slots", "domain", "largest", "says"),
+    [
+        (1.9, "equal", 1, 2, None, ""),
+        (1.9, "equal", 1, 2, 100, ""),
+        (1.9, "equal", 1, 2, 1, "in the largest batch, of 1 assignments"),
+        (1.9, "equal", 1, 1, None, "every domain has one rank"),
+        (1.9, "equal", 0, 2, None, "choose --slots 1 or more"),
+        (2.0, "equal", 1, 2, None, "no load is more uneven than 2,"),
+        (2.0, "1,0.5", 1, 2, None, ""),
+        (3.0, "1,0.5", 1, 2, None, "no load is more uneven than 3,"),
+        (3.0, "auto", 1, 2, None, ""),
+    ],
+)
+def test_what_leaves_every_load_at_home_is_named(
+    max_imbalance: float, speeds: str, slots: int, domain: int, largest: int | None, says: str
+) -> None:
+    config = BalanceConfig(max_imbalance=max_imbalance, speeds=speeds)
+    shape, location = ExpertShape(2, 8, slots), Location(0, 2, 2, domain)
+    said = why_never_balanced(GroupSetup(config, shape, TokenView.OWN, location), GIVEN, largest)
+    assert says in said
+    assert bool(says) == bool(said)
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:

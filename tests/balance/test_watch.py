@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -22,7 +23,12 @@ from tests.support.waiting import until
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.watch import HostBeats, HostWatch
 from ultraep_serve.errors import OutputError
-from ultraep_serve.system.topology import ONLY_STAGE, Location, is_process_alive
+from ultraep_serve.system.topology import (
+    ONLY_STAGE,
+    Location,
+    is_process_alive,
+    process_state,
+)
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState
@@ -170,12 +176,23 @@ def test_a_rank_ends_with_another_one_of_its_host(
             assert has_ended.wait(5)
 
 
-def test_a_rank_ends_with_the_engines_first_process(run_path: Path) -> None:
+def test_a_rank_shows_that_the_engines_first_process_is_stopped_and_ends_with_it(
+    run_path: Path,
+) -> None:
     ended: list[int] = []
     with closing(recorder_of(run_path, 0)) as recorder:
         first = subprocess.Popen(["sleep", "60"])
         watch = HostWatch(RunFiles(run_path), recorder, 10.0, None, first.pid, ended.append)
-        watch.look()
+        reader = RingReader(RunFiles(run_path).ring(0))
+        for number, state, shown in (
+            (signal.SIGSTOP, "T", f"the engine's process {first.pid} is stopped"),
+            (signal.SIGCONT, "S", ""),
+        ):
+            first.send_signal(number)
+            until(lambda state=state: process_state(first.pid)[0] == state, 10.0)  # type: ignore[misc]
+            watch.look()
+            assert reader.header().unheard == shown
+        reader.close()
         assert not ended
         first.kill()
         until(lambda: not is_process_alive(first.pid), 10.0)  # nobody has waited for it yet

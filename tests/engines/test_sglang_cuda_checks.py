@@ -93,6 +93,8 @@ REFUSED: list[tuple[str, object, str]] = [
     ("weight_cache_mode", "auto", "--weight-cache-mode off"),
     ("startup_weight_load_mode", "overlap", "must be serial"),
     ("expert_distribution_recorder_mode", "stat_approx", "use stat"),
+    ("disaggregation_mode", "decode", "runs on other servers"),
+    ("dllm_algorithm", "LowConfidence", "drop it"),
     ("ep_size", 1, "there is nothing to balance on one rank"),
     ("tp_size", 6, "choose the same for both"),
 ]

@@ -292,6 +292,21 @@ def test_models_whose_layers_share_no_slots_or_have_no_experts_are_refused() -> 
         loaded(BalanceConfig(), fakes.publish())
 
 
+@pytest.mark.parametrize("num_data", [1, 3])
+def test_batches_that_are_all_small_are_not_balanced_in_silence(num_data: int) -> None:
+    """What counts are the tokens of all ranks."""
+    changes = {"chunked_prefill_size": 255 // num_data, "attn_dp_size": num_data}
+    layer, server_args = fakes.loaded_layer(**changes), fakes.publish(**changes)
+    with pytest.raises(UnsupportedError, match="choose --min-batch-tokens 255 or less"):
+        loaded(BalanceConfig(), server_args, layer)
+
+
+@pytest.mark.parametrize("changes", [{"chunked_prefill_size": -1}, {"enable_mixed_chunk": True}])
+def test_batches_without_a_bound_are_taken_for_large(changes: dict[str, Any]) -> None:
+    fakes.publish(**{"chunked_prefill_size": 255, **changes})
+    assert model._largest_batch() is None
+
+
 def test_unsupported_models_are_served_by_sglang_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ with warnings.catch_warnings():
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common import cpu_experts
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -113,6 +114,26 @@ def test_models_in_bfloat16_are_computed_in_float32_where_that_is_emulated(
     expected = expected_output("silu", layer, x, weights, ids)
     error = (compute(layer, x, weights, ids.int()) - expected).norm() / expected.norm()
     assert error < (0.01 if INSTRUCTION_SETS[name].bfloat16 else 0.003)
+
+
+def test_long_batches_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes itself, its output, and that in float32."""
+    generator, most, parts = torch.Generator().manual_seed(0), 100, list[int]()
+    layer = make_layer("silu", False, generator)
+    x, weights = torch.randn(400, HIDDEN, generator=generator), torch.ones(400, TOP_K)
+    ids = torch.randint(-1, len(ROWS), weights.shape, generator=generator)
+    together = compute(layer, x, weights, ids.int())
+    by_expert = host.by_expert
+
+    def counted(*given: Any) -> Tensor:
+        parts.append(len(given[2]))
+        return by_expert(*given)
+
+    monkeypatch.setattr(host, "by_expert", counted)
+    monkeypatch.setattr(cpu_experts, "_MOST_BYTES", most * 3 * 4 * HIDDEN)
+    torch.testing.assert_close(compute(layer, x, weights, ids.int()), together)
+    assert max(parts) == most
+    assert sum(parts) == (ids >= 0).sum()
 
 
 def test_every_activation_is_compared() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.config import VllmConfig
+    from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.config.kernel import MEGA_MOE_BACKENDS, PASSTHROUGH_ALL2ALL_BACKEND, MoEBackend
     from vllm.config.parallel import All2AllBackend
     from vllm.distributed import parallel_state
@@ -142,6 +142,19 @@ def test_settings_that_do_not_go_with_slots(
     layer, config = build(balanced)
     object.__setattr__(getattr(config, section) if section else config, name, value)
     assert remedy in refusal(layer, config)
+
+
+def test_batches_that_all_replay_cuda_graphs_are_refused(balanced: Any) -> None:
+    """Of decode alone they leave prefill to be planned, and so do graphs of smaller batches."""
+    layer, config = build(balanced)
+    largest, compilation = config.scheduler_config.max_num_batched_tokens, config.compilation_config
+    compilation.max_cudagraph_capture_size = largest
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert "a smaller --max-cudagraph-capture-size" in refusal(layer, config)
+    for mode, captured in (("FULL_DECODE_ONLY", largest), ("FULL_AND_PIECEWISE", largest - 1)):
+        compilation.cudagraph_mode = CUDAGraphMode[mode]
+        compilation.max_cudagraph_capture_size = captured
+        checks.check_device_execution(layer, config)
 
 
 def test_layers_that_share_no_slots_are_refused() -> None:

@@ -221,6 +221,26 @@ def test_unsupported_models_are_served_by_vllm_alone(balanced: Any, tmp_path: Pa
     assert "--enable-elastic-ep" in (tmp_path / "unbalanced").read_text()  # for the sidecar
 
 
+def test_batches_that_are_all_small_are_not_balanced_in_silence(
+    balanced: Any, tmp_path: Path
+) -> None:
+    """What counts are the tokens of all three data-parallel ranks."""
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    layer = layer_of(balanced, NAMES[0], config)
+    worker = worker_of(config, Model(layer))
+    balanced(model.get_world_group(), "cpu_group", SimpleNamespace(get_group_store=lambda: None))
+    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
+    for tokens, length, largest in ((85, 8192, 255), (8192, 40, 3 * 2 * 40)):
+        config.scheduler_config.max_num_batched_tokens = tokens
+        config.scheduler_config.max_num_seqs = 2
+        described = SimpleNamespace(enable_sleep_mode=False, max_model_len=length)
+        object.__setattr__(config, "model_config", described)
+        with pytest.raises(UnsupportedError, match=f"choose --min-batch-tokens {largest} or less"):
+            model.take_over(BalanceConfig(), worker, config)
+        model.take_over(plain, worker, config)
+        assert f"has {largest} over all ranks" in (tmp_path / "unbalanced").read_text()
+
+
 def test_weights_loaded_in_place_are_balanced_and_others_refused(balanced: Any) -> None:
     """Before the next batch, whichever of vLLM's ways of loading weights anew it was."""
     layer, _ = build(balanced)

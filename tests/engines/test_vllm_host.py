@@ -35,6 +35,7 @@ from tests.support.experts import sum_of_experts
 from tests.support.hosts import engine_group
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.engines.common import cpu_experts
 from ultraep_serve.engines.common.cpu_experts import is_exact
 
 NUM_RANKS = 2
@@ -229,7 +230,8 @@ def test_large_batches_go_to_vllms_kernel_in_parts(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(kernel, "apply", counted)
     most = 100
-    monkeypatch.setattr(host, "_MOST_SCRATCH", most * 4 * (HIDDEN + 2 * INNER))
+    of_row = (2 + 2 + 4) * HIDDEN  # itself, its output, and that in float32
+    monkeypatch.setattr(cpu_experts, "_MOST_BYTES", most * (of_row + 4 * (HIDDEN + 2 * INNER)))
     assert torch.equal(compute(layer, *batch), together)
     assert sum(rows) == ((batch[2] >= 0) & (batch[2] < NUM_LOCAL)).sum()
     assert max(rows) == most
@@ -322,6 +324,9 @@ def compute_on_rank(rank: int, path: str, dp_size: int, dtype: torch.dtype) -> l
     if dp_size > 1:  # ranks have 1,300 and 730 tokens of their own
         x, weights, ids = (part[rank * 570 :] for part in (x, weights, ids))
     few = slice(rank if dp_size > 1 else 0)
+    sent: list[int] = []
+    send = host._all_to_all
+    vars(host)["_all_to_all"] = lambda rows, *to: sent.append(len(rows)) or send(rows, *to)
     outputs = [
         compute(layer, x, weights, ids),
         compute(layer, x[few], weights[few], ids[few]),
@@ -337,6 +342,7 @@ def compute_on_rank(rank: int, path: str, dp_size: int, dtype: torch.dtype) -> l
     outputs.append(compute(layer, x, weights, physical))
     one = physical[:, :1]  # as many rows as tokens: what experts give may lie in the output itself
     outputs.append(compute(layer, x, weights[:, :1], one))
+    assert max(sent, default=0) <= NUM_RANKS * NUM_TOKENS  # a token goes to a rank once
     return [output.float().flatten().tolist() for output in outputs]
 
 

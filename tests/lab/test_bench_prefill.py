@@ -19,6 +19,7 @@ from ultraep_lab.bench.prefill import balanced_orders, median_interval
 from ultraep_lab.commands import bench
 from ultraep_serve.cli import execute
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
+from ultraep_serve.types import Policy
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
@@ -236,3 +237,20 @@ def test_what_a_server_cannot_do_is_an_error(
     with pytest.raises((BenchError, ConfigError), match=error):
         run(fake)
     assert fake.policy == before
+
+
+def test_a_server_that_switched_itself_off_keeps_its_doubt(
+    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a measurement, and when it happens while policies are set."""
+    set_policy = sidecar.Sidecar.set_policy
+
+    def set_and_fail(self: sidecar.Sidecar, policy: Policy) -> None:
+        set_policy(self, policy)
+        fake.doubt = "a check failed"
+
+    monkeypatch.setattr(sidecar.Sidecar, "set_policy", set_and_fail)
+    for _ in range(2):
+        with pytest.raises(BenchError, match="/readyz: a check failed"):
+            run(fake)
+        assert len(fake.policies_set) == 1

@@ -78,6 +78,11 @@ def test_a_failed_sample_is_said_until_a_policy_is_set(
     assert balance["policy"] == "off"
     assert balance["verification"]["by_check"]["slots"]["failures"] == 1
     assert samples(client)["ultraep_switched_off"] == 1
+    for refused in ({"policy": "ideal"}, {"policy": "pause"}, {}):
+        assert not client.post("/v1/control/policy", json=refused, headers=BEARER).is_success
+    for path in ("pause", "resume"):
+        client.post(f"/v1/control/{path}", headers=BEARER)
+    assert client.get("/readyz").json() == ready.json()
     client.post("/v1/control/policy", json={"policy": "quota"}, headers=BEARER)
     assert client.get("/readyz").json()["status"] == "ready"
     found = samples(client)

@@ -33,6 +33,7 @@ class FakeDeployment:
     tokenizes: bool = True
     one_token: bool = False  # a tokenizer that knows no word
     fail_after: int | None = None  # completions until the stream breaks off with an error
+    doubt: str = ""  # why balancing has switched itself off
     balanced: bool = True  # whether the sidecar has records
     delays: dict[str, float] = field(
         default_factory=lambda: {"off": 0.06, "quota": 0.03, "ideal": 0.01}
@@ -110,6 +111,11 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
 
 def sidecar_app(fake: FakeDeployment) -> FastAPI:
     app = FastAPI()
+
+    @app.get("/readyz")
+    async def ready() -> dict[str, Any]:
+        reasons = {"run": fake.doubt}
+        return {"status": "unbalanced", "reasons": reasons} if fake.doubt else {"status": "ready"}
 
     @app.get("/v1/config")
     async def config() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The control page: one policy, shared."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,46 @@ def test_a_policy_set_by_one_is_read_by_the_other(tmp_path: Path) -> None:
             assert engine.sequence == number
     assert (tmp_path / "control").stat().st_mode & 0o777 == 0o600
     engine.close()
+
+
+@pytest.mark.parametrize("whole_writes", range(4))
+def test_a_doubt_outlives_a_change_that_breaks_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_writes: int
+) -> None:
+    with ControlPage.create(tmp_path, Policy.QUOTA) as page:
+        page.switch_off_in_doubt()
+        writes, write = iter(range(10)), page.file.write
+
+        def failing(content: bytes, offset: int) -> None:
+            if next(writes) >= whole_writes:
+                raise OSError("no room")
+            write(content, offset)
+
+        monkeypatch.setattr(page.file, "write", failing)
+        with contextlib.suppress(ControlError):
+            page.set_policy(Policy.QUOTA)
+        assert page.is_in_doubt == (whole_writes < 3)
+        assert page.policy is (Policy.OFF if page.is_in_doubt else Policy.QUOTA)
+
+
+@pytest.mark.parametrize("whole_writes", range(3))
+def test_a_policy_set_while_ranks_come_to_doubt_hides_no_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_writes: int
+) -> None:
+    """The sidecar's change falls between any two words of the engine's."""
+    with ControlPage.create(tmp_path, Policy.OFF) as engine, ControlPage.open(tmp_path) as sidecar:
+        writes, write = iter(range(10)), engine.file.write
+
+        def interrupted(content: bytes, offset: int) -> None:
+            if next(writes) == whole_writes:
+                sidecar.set_policy(Policy.QUOTA)
+            write(content, offset)
+
+        monkeypatch.setattr(engine.file, "write", interrupted)
+        engine.switch_off_in_doubt()
+        if whole_writes == 2:
+            sidecar.set_policy(Policy.QUOTA)
+        assert engine.is_in_doubt or engine.policy is Policy.QUOTA
 
 
 def test_speeds_are_those_configured_until_set(tmp_path: Path) -> None:

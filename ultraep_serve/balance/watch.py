@@ -25,7 +25,12 @@ from typing import Protocol
 
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.logs import say
-from ultraep_serve.system.topology import Location, PipelineStage, is_process_alive
+from ultraep_serve.system.topology import (
+    Location,
+    PipelineStage,
+    is_process_alive,
+    process_state,
+)
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -122,6 +127,11 @@ class HostWatch:
             f"{names[place]} was not heard for {seconds:.0f} s"
             for place, seconds in self._silence.items()
             if seconds >= _QUIET_SECONDS
+        ]
+        # vLLM's EngineCore is above its ranks, which live and beat while nobody gives them batches.
+        above = {os.getppid(), self._server}
+        said += [
+            f"the engine's process {p} is stopped" for p in above if process_state(p)[0] in "Tt"
         ]
         self._recorder.set_unheard("; ".join(said))
         reason = self._files.lost_reason()

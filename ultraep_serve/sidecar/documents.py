@@ -334,7 +334,7 @@ class SelfCheckPart(Answer):
     """One check of the self-check."""
 
     name: str
-    """kernels, slots, answers or costs."""
+    """kernels or copies; settings, where these leave nothing to balance."""
     seconds: float
     detail: str
     """What was checked; where it failed, what was found."""

@@ -111,8 +111,10 @@ class ControlPage:
                 "policy 'ideal' gives wrong answers, for measuring; only a server that was started "
                 "with --allow-ideal takes it"
             )
-        self._set(_DOUBT, 0)
-        return self._put_in_force(policy)
+        self._set(_POLICY, policy.code)
+        sequence = self._count_change()
+        self._set(_DOUBT, 0)  # last: a change that breaks off leaves the doubt as it was
+        return sequence
 
     @property
     def is_in_doubt(self) -> bool:
@@ -120,12 +122,14 @@ class ControlPage:
         return self._read()[_DOUBT] != 0
 
     def switch_off_in_doubt(self) -> int:
-        """Put ``off`` in force because a sample failed. Return as ``set_policy`` does."""
-        self._set(_DOUBT, 1)
-        return self._put_in_force(Policy.OFF)
+        """Put ``off`` in force because a sample failed. Return as ``set_policy`` does.
 
-    def _put_in_force(self, policy: Policy) -> int:
-        self._set(_POLICY, policy.code)
+        The doubt alone does it, so that no other process can see, or leave, one without the other.
+        """
+        self._set(_DOUBT, 1)
+        return self._count_change()
+
+    def _count_change(self) -> int:
         sequence = (self.sequence + 1) % (1 << 64)
         self._set(_SEQUENCE, sequence)
         return sequence

@@ -44,7 +44,14 @@ class Sidecar(Endpoint):
         return self._object("GET", path)
 
     def policy(self) -> Policy:
-        """The policy in force. Raises BenchError when the sidecar does not say."""
+        """The policy in force.
+
+        Raises BenchError when the sidecar does not say, and where balancing has switched itself
+        off, which setting a policy would hide.
+        """
+        state = json_object(self.call("GET", "/readyz"))
+        if state.get("status") == "unbalanced":
+            raise BenchError(f"{self.url}/readyz: {state['reasons'].get('run')}")
         name = self._object("GET", "/v1/config").get("policy")
         if not isinstance(name, str):
             raise BenchError(
@@ -113,7 +120,7 @@ class Sidecar(Endpoint):
             ours = " or ".join(sorted(policy.value for policy in self._ours))
             raise BenchError(
                 f"policy {found.value} is in force at {self.url}, not {ours} as set here: somebody "
-                "has set it, or balancing has switched itself off (see /readyz); measure again"
+                "has set it; measure again"
             )
 
     def _object(self, method: str, path: str, **content: Any) -> dict[str, Any]:

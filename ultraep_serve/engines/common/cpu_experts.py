@@ -23,6 +23,7 @@ __all__ = [
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (n, H) to outputs (n, H)
 
+_MOST_BYTES = 1 << 30  # of all rows that are computed at once
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 8
 
@@ -33,16 +34,19 @@ def add_up(
     topk_weights: torch.Tensor,
     local: torch.Tensor,
     total: torch.Tensor,
-    most: int,
+    scratch: int = 0,
 ) -> torch.Tensor:
     """Sum what a rank's own experts give for tokens ``x`` (T, H), in ``total`` (T, H) float32.
 
-    ``topk_weights`` (T, K); ``local`` (T, K) experts of this rank, -1 for another rank's. At most
-    ``most`` rows are computed at once. A token's are added in the order of its experts: weighted
-    outputs in bfloat16 have 8 significant bits, so that a sum is exact, also over ranks, unless
-    they differ in size by more than 2**13.
+    ``topk_weights`` (T, K); ``local`` (T, K) experts of this rank, -1 for another rank's. So many
+    rows are computed at once that they, their outputs and the ``scratch`` bytes that ``compute``
+    takes of each fill 1 GiB. A token's are added in the order of its experts: weighted outputs in
+    bfloat16 have 8 significant bits, so that a sum is exact, also over ranks, unless they differ in
+    size by more than 2**13.
     """
     total.zero_()
+    bytes_per_row = x.shape[1] * (2 * x.element_size() + total.element_size()) + scratch
+    most = max(1, _MOST_BYTES // bytes_per_row)
     tokens, k = (local >= 0).nonzero(as_tuple=True)
     for some, of_some in zip(torch.split(tokens, most), torch.split(k, most), strict=True):
         chosen = topk_weights[some, of_some].float(), local[some, of_some]

@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -28,6 +28,7 @@ from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.rendezvous import find_location, meet, wait_for_all
+from ultraep_serve.engines.common.requirements import require_large_batches, why_never_balanced
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import SelfCheckError, UnsupportedError
@@ -40,7 +41,7 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.ring import RingState, SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.types import CheckResult, ExpertShape, TokenView
 
 __all__ = [
     "BalancedLayers",
@@ -80,6 +81,7 @@ class LoadedLayers(Generic[Layer]):
     experts_per_token: int  # K
     hidden_size: int  # H
     dtype: torch.dtype  # of the layers' input and output
+    largest_batch: int | None  # tokens over all ranks; None: the engine sets no bound
 
 
 class Execution(ABC, Generic[Layer]):
@@ -143,13 +145,15 @@ def start_balancing(
     """
     layers, parameters, shape = loaded.layers, loaded.parameters, loaded.shape
     assert own.group is not None, "engines have a group of all ranks"
+    require_large_batches(config, loaded.largest_batch)
     require_agreement(loaded.shared, own.group.on_host, config)
     answers = _answers(execution, loaded, own.rank)
     run_layer = functools.partial(_run_first_layer, execution, loaded)
+    largest = loaded.largest_batch and loaded.largest_batch * loaded.experts_per_token
     try:
         execution.resize(layers, parameters, shape.num_masters, shape.num_local)
         balanced = BalancedLayers(
-            config, shape, loaded.view, parameters, run_layer, own, answers=answers
+            config, shape, loaded.view, parameters, run_layer, own, answers=answers, largest=largest
         )
     except UnsupportedError:
         for of_layer in parameters:  # masters that have been moved stay where they are
@@ -249,13 +253,14 @@ class BalancedLayers:
         own: EngineRank,
         make_backend: Callable[[torch.device, GroupSetup], Backend] = make_backend,
         answers: Answers | None = None,
+        largest: int | None = None,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
-        call it together. ``answers`` None: the self-check cannot compare outputs. Returns when all
-        ranks have come this far.
+        call it together. ``answers`` None: the self-check cannot compare outputs. ``largest``
+        batch, see ``why_never_balanced``. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags or there is not one speed per rank,
         PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
@@ -277,6 +282,9 @@ class BalancedLayers:
             RunFiles(self._run_path).write_costs(self._costs)
         proof = _proof_of(backend)
         self.self_check = self._check_itself(proof, backend)
+        if reason := why_never_balanced(self._setup, self._costs, largest):
+            settings = CheckResult("settings", 0.0, "", reason)
+            self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)
         policies, sampled = page if own.rank == 0 else None, self._sampled()
         samples = sampled and proof.samples_of(backend, sampled, self._recorder, policies)
@@ -421,19 +429,11 @@ class BalancedLayers:
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
         for check in self.self_check.checks:
-            logger.info(
-                "ultraep: self-check %s passed in %.1f s: %s",
-                check.name,
-                check.seconds,
-                check.detail,
-            )
+            if check.detail:
+                passed = f"passed in {check.seconds:.1f} s: {check.detail}"
+                logger.info("ultraep: self-check %s %s", check.name, passed)
             if check.warning:
                 logger.warning("ultraep: self-check %s: %s", check.name, check.warning)
-        if location.domain_size == 1:
-            logger.warning(
-                "ultraep: every domain has one rank, so there is nowhere to copy experts to; start "
-                "more ranks by one ultraep-serve, or choose a larger --domain-size"
-            )
 
 
 class _InPlace:

@@ -7,7 +7,6 @@ Experts are products of matrices, in the model's type as SGLang has them, or in 
 CPU emulates that type.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -69,7 +68,7 @@ def compute(
     expert = partial(_expert, layer, _activation(layer.moe_runner_config))
     products = partial(by_expert, expert, layer.w13_weight.shape[0])
     total = torch.empty(x.shape, dtype=torch.float32)
-    return add_up(products, x, topk_weights, local_ids, total, most=sys.maxsize)
+    return add_up(products, x, topk_weights, local_ids, total)
 
 
 def _activation(config: Any) -> Activation:

@@ -160,6 +160,13 @@ ANYWHERE: tuple[Requirement, ...] = (
     ),
     ("enable_torch_compile", False, "--enable-torch-compile is not there yet; drop it"),
     ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),
+    (
+        "disaggregation_mode",
+        lambda mode: mode != "decode",
+        "prefill, which is balanced, runs on other servers with --disaggregation-mode decode; "
+        "balance those",
+    ),
+    ("dllm_algorithm", None, "--dllm-algorithm is not there yet; drop it"),
     ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
 )
 

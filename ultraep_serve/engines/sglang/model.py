@@ -21,7 +21,7 @@ from sglang.srt.layers.moe.utils import (
     get_deepep_mode,
     get_moe_a2a_backend,
 )
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.utils import is_cpu
 from torch import nn
 
@@ -82,6 +82,7 @@ def balance(
         experts_per_token=first.top_k,
         hidden_size=first.hidden_size,
         dtype=first.params_dtype,
+        largest_batch=_largest_batch(),
     )
     parallel = get_parallel()
     ranks, world = parallel.moe_ep_group, parallel.world_group.cpu_group
@@ -189,6 +190,15 @@ def _in_prefill() -> Iterator[None]:
         yield
     finally:
         set_is_extend_in_batch(before)
+
+
+def _largest_batch() -> int | None:
+    """Tokens over all ranks that SGLang prefills at once at most; None: it has no such bound."""
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size
+    if not chunk or chunk < 0 or schedule.enable_mixed_chunk:  # which adds tokens of decode
+        return None
+    return int(chunk * get_parallel().attn_dp_size)
 
 
 def _view_of(layer: FusedMoE) -> TokenView:

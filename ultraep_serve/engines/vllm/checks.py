@@ -3,7 +3,7 @@
 import torch
 import vllm
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
@@ -281,11 +281,26 @@ def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> Non
     if problem := (
         unmet(layer, [_PLACEMENT])
         or unmet(vllm_config, _ON_GPU)
+        or _always_replayed(vllm_config)
         or _wrong_dispatch(layer)
         or _wrong_kernel(layer)
         or unmet(layer, _LAYER_ON_GPU)
     ):
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
+
+
+def _always_replayed(vllm_config: VllmConfig) -> str | None:
+    """What has CUDA graphs replay batches of every size, which are never planned."""
+    compilation = vllm_config.compilation_config
+    captured = compilation.max_cudagraph_capture_size or 0
+    largest = vllm_config.scheduler_config.max_num_batched_tokens
+    if compilation.cudagraph_mode.mixed_mode() is CUDAGraphMode.NONE or largest > captured:
+        return None
+    return (
+        f"batches of up to {captured} tokens replay CUDA graphs, without balancing, and "
+        f"--max-num-batched-tokens {largest} has no others; choose more, or a smaller "
+        "--max-cudagraph-capture-size"
+    )
 
 
 def _wrong_dispatch(layer: RoutedExperts) -> str | None:

@@ -39,7 +39,6 @@ from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
 
 __all__ = ["HostExperts", "HostStage", "by_products", "has_products", "put_in_kernels"]
 
-_MOST_SCRATCH = 1 << 30  # bytes for the rows of a call of vLLM's kernel, which it keeps
 _MANY_ROWS = 128  # of an expert on average, from which on products are quicker
 _COLUMNS = 16  # outputs of a block in matrices packed for the kernel
 
@@ -69,8 +68,8 @@ class HostStage(mk.FusedMoEPrepareAndFinalizeModular):
     """Dispatch and combine between ranks on CPU.
 
     With tensor parallelism every rank has all tokens: it computes its own part of each, and parts
-    are summed. With data parallelism an assignment goes as a row to the rank that computes it, and
-    its output comes home.
+    are summed. With data parallelism a token goes once to each rank that has experts of it, and
+    that rank's part comes home: no rank holds more rows than the batch has tokens.
     """
 
     def __init__(self, moe: FusedMoEConfig) -> None:
@@ -78,7 +77,7 @@ class HostStage(mk.FusedMoEPrepareAndFinalizeModular):
         self._identity = torch.from_numpy(identity_table(moe.num_experts, moe.ep_size, 0))
         self.num_local = self._num_masters = -(-moe.num_experts // moe.ep_size)  # with slots
         self.num_tokens = 0  # of the batch, over all ranks
-        self._sent: tuple[torch.Tensor, torch.Tensor, list[int], list[int]] | None = None
+        self._sent: tuple[torch.Tensor, list[int], list[int]] | None = None
 
     @property
     def has_many_rows(self) -> bool:
@@ -111,7 +110,7 @@ class HostStage(mk.FusedMoEPrepareAndFinalizeModular):
     ) -> None:
         """Complete sums; ``output`` and what experts gave may be the same memory."""
         if self._moe.dp_size > 1:
-            output.copy_(self._home(fused_expert_output.to(output.dtype), output.shape[0]))
+            output.copy_(self._home(fused_expert_output.float(), output.shape[0]))
         elif output.numel():
             output.copy_(_group_to_reduce().all_reduce(fused_expert_output))
 
@@ -119,29 +118,29 @@ class HostStage(mk.FusedMoEPrepareAndFinalizeModular):
         self, x: torch.Tensor, weights: torch.Tensor, rank: torch.Tensor, local: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, torch.Tensor, torch.Tensor]:
         group = get_ep_group()
-        target = rank.view(-1)
-        order = torch.argsort(target, stable=True)
-        order = order[int((target < 0).sum()) :]
-        send = torch.bincount(target[order], minlength=group.world_size)
+        goes = torch.zeros((x.shape[0], 1 + group.world_size), dtype=torch.bool)
+        goes.scatter_(1, 1 + rank, True)  # padding's column comes first
+        target, token = goes[:, 1:].T.nonzero(as_tuple=True)
+        send = torch.bincount(target, minlength=group.world_size)
         told = torch.stack([send, torch.full_like(send, x.shape[0])], dim=1)  # to each rank
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told, group=group.cpu_group)
         away, here = send.tolist(), heard[:, 0].tolist()
         self.num_tokens = int(heard[:, 1].sum())
-        token = torch.div(order, weights.shape[1], rounding_mode="floor")
-        parts = x[token], local.view(-1)[order, None], weights.reshape(-1)[order, None].float()
-        rows, ids, of_rows = (_all_to_all(part, away, here, group.cpu_group) for part in parts)
-        self._sent = token, order, away, here
+        self._sent = token, away, here
+        ids = torch.where(rank[token] == target[:, None], local[token], -1)
+        rows = _all_to_all(x[token], away, here, group.cpu_group)
+        ids = _all_to_all(ids, away, here, group.cpu_group)
+        of_rows = _all_to_all(weights[token].float(), away, here, group.cpu_group)
         return rows, None, None, ids, of_rows
 
     def _home(self, outputs: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Sums (T, H) float32 of the outputs of this rank's own tokens, wherever computed."""
+        """Sums (T, H) of all ranks' ``outputs`` (n, H) of this rank's own tokens, in float32."""
         assert self._sent is not None, "rows are sent before they come home"
-        token, order, away, here = self._sent
+        token, away, here = self._sent
         rows = _all_to_all(outputs, here, away, get_ep_group().cpu_group)
         total = torch.zeros((num_tokens, outputs.shape[1]), dtype=torch.float32)
-        as_chosen = torch.argsort(order)  # in the order of a token's experts
-        return total.index_add_(0, token[as_chosen], rows[as_chosen].float())
+        return total.index_add_(0, token, rows)
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -206,8 +205,8 @@ class HostExperts(CPUUnquantizedExperts):
         compute = by_kernel
         if self._with_products and self._stage.has_many_rows:
             compute = functools.partial(by_products, w1, w2)
-        most = max(1, _MOST_SCRATCH // (4 * (hidden_states.shape[1] + w1.shape[1])))
-        add_up(compute, hidden_states, topk_weights, topk_ids, output, most)
+        scratch = 4 * (hidden_states.shape[1] + w1.shape[1])  # of vLLM's kernel
+        add_up(compute, hidden_states, topk_weights, topk_ids, output, scratch)
 
 
 def has_products(layer: RoutedExperts) -> bool:

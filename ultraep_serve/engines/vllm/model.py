@@ -189,6 +189,7 @@ def balance(
         experts_per_token=first.top_k,
         hidden_size=first.hidden_size,
         dtype=moe.in_dtype,
+        largest_batch=_largest_batch(vllm_config) * moe.dp_size,
     )
     ranks, pipeline = get_ep_group(), _pipeline_of(vllm_config)
     world = get_world_group()
@@ -315,6 +316,13 @@ def _buffers(layers: Sequence[RoutedExperts]) -> dict[int, Any]:
     stages = [_stage_of(layer) for layer in layers]
     found = [stage.buffer for stage in stages if hasattr(stage, "buffer")]
     return {id(buffer): buffer for buffer in found}
+
+
+def _largest_batch(vllm_config: VllmConfig) -> int:
+    """Tokens that vLLM schedules at once at most, of each data-parallel rank."""
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    most = int(scheduler.max_num_batched_tokens)
+    return most if model is None else min(most, scheduler.max_num_seqs * model.max_model_len)
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
