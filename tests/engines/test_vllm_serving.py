@@ -61,17 +61,7 @@ class TestTensorParallel:
     def test_a_recorded_trace_shows_the_imbalance_that_was_served(
         self, server: BalancedServer, tmp_path: Path
     ) -> None:
-        with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
-            sidecar.set_policy(Policy.QUOTA)
-            since_ns = time.time_ns()
-            trace = record_one_prompt(server, tmp_path / "quota.npz")
-            served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
-        spec = tiny_qwen3()
-        assert (trace.num_batches, trace.num_layers) == (4, spec.num_layers)
-        assert trace.num_experts == spec.num_experts
-        assert trace.metadata["missed_records"] == 0
-        replayed = replay(trace, ReplayOptions(num_ranks=2), [policy_function("off")])
-        assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-2)
+        check_recorded_trace(server, tmp_path)
 
     def test_without_balancing_tokens_are_the_same_and_nothing_of_ours_is_left(
         self, server: BalancedServer, qwen3: Path, tmp_path: Path
@@ -110,6 +100,12 @@ class TestDataParallel:
 
     def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+    def test_a_recorded_trace_shows_the_imbalance_that_was_served(
+        self, server: BalancedServer, tmp_path: Path
+    ) -> None:
+        """Of ranks with tokens of their own."""
+        check_recorded_trace(server, tmp_path)
 
     def test_a_killed_server_takes_everything_down_and_leaves_nothing(
         self, server: BalancedServer
@@ -172,3 +168,18 @@ def record_one_prompt(server: BalancedServer, out: Path) -> LoadTrace:
     trace = load_trace(out)
     assert isinstance(trace, LoadTrace)
     return trace
+
+
+def check_recorded_trace(server: BalancedServer, directory: Path) -> None:
+    """``ultraep-serve record`` records the loads that were balanced."""
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        sidecar.set_policy(Policy.QUOTA)
+        since_ns = time.time_ns()
+        trace = record_one_prompt(server, directory / "quota.npz")
+        served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
+    spec = tiny_qwen3()
+    assert (trace.num_batches, trace.num_layers) == (4, spec.num_layers)
+    assert trace.num_experts == spec.num_experts
+    assert trace.metadata["missed_records"] == 0
+    replayed = replay(trace, ReplayOptions(num_ranks=2), [policy_function("off")])
+    assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-2)
