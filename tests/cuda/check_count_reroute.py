@@ -6,15 +6,12 @@ import torch
 from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS, count
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.host.count import count_reference
 
 from tests.support.bench import Bench
-from tests.support.ids import skewed_ids
+from tests.support.ids import edge_ids, plan_of, skewed_ids
 from tests.support.kernel_checks import check_count_and_reroute, require_equal
 from tests.support.reroute_alone import places_of, reroute
 from ultraep_serve.balance.physical import identity_table, master_ids
-from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
 SHAPES = [
@@ -25,30 +22,19 @@ SHAPES = [
 LARGEST = [(ExpertShape(72, 504, 4), 8), (ExpertShape(56, 896, 2), 16)]
 
 
-def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
+def ids_of(shape: ExpertShape) -> dict[str, torch.Tensor]:
     skewed = skewed_ids(shape, BLOCK_IDS // 2 + 3, 1, top_k=8)  # four blocks and a part of one
     return {
-        "no tokens": torch.empty((0, 8), dtype=torch.int32),
-        "only padding": torch.full((5, 3), -1, dtype=torch.int32),
-        "one expert": torch.full((301, 1), shape.num_logical_experts - 1, dtype=torch.int32),
-        "balanced": torch.arange(shape.num_logical_experts).repeat(2).view(-1, 1),  # int64
-        "skewed": skewed,
+        **edge_ids(shape, skewed),
         "top 1": skewed_ids(shape, BLOCK_IDS, 2, top_k=1).long(),  # exactly one block
-        "not contiguous": skewed.t().contiguous().t()[::2],
         "unknown ids": torch.tensor([[0, 1 << 20, -7], [1, -1, shape.num_logical_experts]]),
     }
 
 
-def plan_of(ids: torch.Tensor, shape: ExpertShape) -> Plan:
-    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
-    loads[0] = count_reference(ids, shape.num_logical_experts)[0]
-    return plan_quota(loads, PlanContext.of(shape), 0)
-
-
-@pytest.mark.parametrize("name", edge_ids(SHAPES[0]))
+@pytest.mark.parametrize("name", ids_of(SHAPES[0]))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_count_and_reroute_equal_their_twins(bench: Bench, shape: ExpertShape, name: str) -> None:
-    ids = edge_ids(shape)[name]
+    ids = ids_of(shape)[name]
     plan = plan_of(ids, shape)
     check_count_and_reroute(bench, ids.to(bench.device), plan, shape.num_masters)
 
@@ -66,7 +52,7 @@ def test_as_many_ranks_and_experts_as_there_are(
 def test_identity_equals_its_twin(bench: Bench, shape: ExpertShape) -> None:
     sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
     table = identity_table(sizes[0], shape.num_ranks, shape.num_slots)
-    for name, ids in edge_ids(shape).items():
+    for name, ids in ids_of(shape).items():
         found = identity(ids.to(bench.device), *sizes)
         assert found.dtype == ids.dtype
         require_equal(found, master_ids(ids, torch.from_numpy(table)), name)

@@ -7,18 +7,8 @@ from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.host.relays import relay_parents
 
 from tests.support.bench import Bench
+from tests.support.ids import random_slots
 from tests.support.kernel_checks import require_equal
-
-
-def random_slots(num_ranks: int, num_slots: int, num_masters: int, seed: int) -> np.ndarray:
-    """Few experts of a few ranks in many slots, some slots empty, no expert where it lives."""
-    rng = np.random.default_rng(seed)
-    slot_expert = np.full((num_ranks, num_slots), -1, np.int32)
-    for rank in range(num_ranks):
-        others = [e for e in range(3 * num_masters) if e // num_masters != rank]
-        held = rng.choice(others[: num_slots + 2], size=num_slots, replace=False)
-        slot_expert[rank] = np.where(rng.random(num_slots) < 0.8, held, -1)
-    return slot_expert
 
 
 def tasks_of(slot_expert: np.ndarray, parents: np.ndarray, masters: int, rank: int) -> list:

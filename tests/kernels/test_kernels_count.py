@@ -6,40 +6,25 @@ import torch
 from ultraep_kernels.host.count import count, count_reference
 from ultraep_kernels.host.reroute import reroute, reroute_reference
 
-from tests.support.ids import skewed_ids
-from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import plan_quota
+from tests.support.ids import edge_ids, plan_of, skewed_ids
 from ultraep_serve.types import ExpertShape, Plan
 
 SHAPES = [ExpertShape(2, 8, 2), ExpertShape(4, 28, 1), ExpertShape(8, 56, 2)]  # L = 7 is prime
 
 
-def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
+def ids_of(shape: ExpertShape) -> dict[str, torch.Tensor]:
     skewed = skewed_ids(shape, 500, seed=1)
-    everyone = torch.arange(shape.num_logical_experts, dtype=torch.int32).repeat(4).view(-1, 1)
     return {
-        "no tokens": torch.empty((0, 3), dtype=torch.int32),
-        "only padding": torch.full((5, 3), -1, dtype=torch.int32),
-        "one expert": torch.full((301, 1), shape.num_logical_experts - 1, dtype=torch.int32),
-        "balanced": everyone,
-        "skewed": skewed,
-        "int64": skewed.long(),
-        "not contiguous": skewed.t().contiguous().t()[::2],
+        **edge_ids(shape, skewed),
         "one token": skewed[1:2],
         "NaN logits": torch.full((9, 8), torch.nan).softmax(-1).topk(2).indices,
         "twice the same": skewed[:, :1].repeat(1, 2),
     }
 
 
-def plan_of(ids: torch.Tensor, shape: ExpertShape) -> Plan:
-    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
-    loads[0] = count_reference(ids, shape.num_logical_experts)[0]
-    return plan_quota(loads, PlanContext.of(shape), 0)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_count_equals_its_twin(shape: ExpertShape) -> None:
-    for name, ids in edge_ids(shape).items():
+    for name, ids in ids_of(shape).items():
         load, unknown = count(ids, shape.num_logical_experts)
         expected, expected_unknown = count_reference(ids, shape.num_logical_experts)
         assert np.array_equal(load, expected), name
@@ -58,7 +43,7 @@ def test_impossible_ids_are_counted_apart(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reroute_equals_its_twin_and_computes_every_assignment_once(shape: ExpertShape) -> None:
-    for name, ids in edge_ids(shape).items():
+    for name, ids in ids_of(shape).items():
         plan = plan_of(ids, shape)
         physical = reroute(ids, plan.share, plan.slot_expert, shape.num_masters)
         twin = reroute_reference(ids, plan.share, plan.slot_expert, shape.num_masters)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from ultraep_kernels.host.relays import relay_parents
 
+from tests.support.ids import random_slots
+
 
 def fan_out(replicas: int, ranks: int) -> np.ndarray:
     """(R, 2) slots: expert 0 on ``replicas`` ranks other than its own."""
@@ -27,11 +29,7 @@ def sends(slot_expert: np.ndarray, parents: np.ndarray, masters: int) -> Counter
 def test_every_replica_is_reached_from_its_master_in_two_steps(mode: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ranks, masters, slots = int(rng.integers(2, 33)), 7, int(rng.integers(1, 4))
-    slot_expert = np.full((ranks, slots), -1, dtype=np.int32)
-    for rank in range(ranks):
-        others = [e for e in range(ranks * masters) if e // masters != rank]
-        hot = rng.choice(others[: 2 * slots + 1], size=slots, replace=False)
-        slot_expert[rank] = np.where(rng.random(slots) < 0.8, hot, -1)
+    slot_expert = random_slots(ranks, slots, masters, seed)
     parents = relay_parents(slot_expert, masters, mode)
     for (_, _), expert, parent in zip(
         np.ndindex(slot_expert.shape), slot_expert.ravel(), parents.ravel(), strict=True

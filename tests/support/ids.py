@@ -1,12 +1,15 @@
-"""Routing that favours some experts, for the kernels' tests."""
+"""Routing and plans of it, for the tests of kernels."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.host.count import count_reference
 
-from ultraep_serve.types import ExpertShape
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.types import ExpertShape, Plan
 
-__all__ = ["skewed_ids", "zipf_loads"]
+__all__ = ["edge_ids", "plan_of", "random_slots", "skewed_ids", "zipf_loads"]
 
 
 def skewed_ids(shape: ExpertShape, tokens: int, seed: int, top_k: int = 3) -> torch.Tensor:
@@ -27,3 +30,33 @@ def zipf_loads(
     experts = shape.num_logical_experts
     weight = rng.permutation(1.0 / np.arange(1, experts + 1) ** exponent)
     return rng.multinomial(assignments, weight / weight.sum(), size=shape.num_ranks)
+
+
+def edge_ids(shape: ExpertShape, skewed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What any kernel of ids must take, by name."""
+    return {
+        "no tokens": torch.empty((0, 8), dtype=torch.int32),
+        "only padding": torch.full((5, 3), -1, dtype=torch.int32),
+        "one expert": torch.full((301, 1), shape.num_logical_experts - 1, dtype=torch.int32),
+        "balanced": torch.arange(shape.num_logical_experts).repeat(2).view(-1, 1),  # int64
+        "skewed": skewed,
+        "not contiguous": skewed.t().contiguous().t()[::2],
+    }
+
+
+def plan_of(ids: torch.Tensor, shape: ExpertShape) -> Plan:
+    """Of rank 0, the only one that has tokens."""
+    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
+    loads[0] = count_reference(ids, shape.num_logical_experts)[0]
+    return plan_quota(loads, PlanContext.of(shape), 0)
+
+
+def random_slots(num_ranks: int, num_slots: int, num_masters: int, seed: int) -> NDArray[np.int32]:
+    """Few experts of a few ranks in many slots, some slots empty, no expert where it lives."""
+    rng = np.random.default_rng(seed)
+    slot_expert = np.full((num_ranks, num_slots), -1, np.int32)
+    for rank in range(num_ranks):
+        others = [e for e in range(min(3, num_ranks) * num_masters) if e // num_masters != rank]
+        held = rng.choice(others[: num_slots + 2], size=num_slots, replace=False)
+        slot_expert[rank] = np.where(rng.random(num_slots) < 0.8, held, -1)
+    return slot_expert
