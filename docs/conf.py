@@ -20,7 +20,7 @@ nitpicky = True
 
 
 class NotebookParser(MystParser):
-    """A notebook as a page: its text, its code, and what that printed."""
+    """A notebook as a page: its text, its code, and what that printed and drew."""
 
     supported = ("notebook",)
 
@@ -33,8 +33,16 @@ def _as_markdown(cell: dict[str, Any]) -> str:
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return source
-    printed = "".join(line for output in cell["outputs"] for line in output["text"])
-    return f"```python\n{source}\n```\n\n```text\n{printed}```"
+    outputs = map(_output_as_markdown, cell["outputs"])
+    return "\n\n".join([f"```python\n{source}\n```", *outputs])
+
+
+def _output_as_markdown(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![What the cell draws](data:image/png;base64,{data['image/png'].strip()})"
+    printed = "".join(output.get("text") or data["text/plain"])
+    return f"```text\n{printed.rstrip()}\n```"
 
 
 def setup(app: Any) -> None:

@@ -30,6 +30,7 @@ README = _ROOT / "README.md"
 PAGE = _ROOT / "docs" / "results.md"
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
 _DEMO = re.compile(r"^  Load of the busiest rank.*?\(float32\)$", re.MULTILINE | re.DOTALL)
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _RANKS = 64  # of the big models' row in README.md
 _BIG_MODELS = "Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"
 
@@ -67,6 +68,9 @@ def statements() -> dict[Path, list[str]]:
         for engine in ("vllm", "sglang")
     ]
     answers = read_document("soak")["seen"]["answers"]
+    batches = sum(row["batches"] for row in read_document("random_batches")["results"])
+    copies = sum(map(len, layer["copies"]))
+    slots, memory = _memory()
     return {
         README: [
             f"{same} of {of} prompts",
@@ -74,13 +78,70 @@ def statements() -> dict[Path, list[str]]:
             lplb,
             f"{before} times the mean before balancing and {now} after",
             "{} and {} model families".format(*balanced),
+            f"{slots} per rank for Qwen3-235B",
         ],
-        PAGE: [f"all {answers:,} answers", *_by_time()],
-        PAGE.with_name("choosing.md"): [eplb, lplb],
+        PAGE: [
+            f"all {answers:,} answers",
+            f"{batches:,} random batches",
+            *_by_time(),
+            *_routing(),
+            f"perfect balance itself is only {_forced()} times as fast as no balancing",
+            *memory,
+        ],
+        PAGE.with_name("choosing.md"): [eplb, lplb, f"{slots} per rank for Qwen3-235B"],
         PAGE.with_name("how-it-works.md"): [
-            f"rank {loads.index(max(loads))} {before} times the mean"
+            f"rank {loads.index(max(loads))} {before} times the mean",
+            f"{_WORDS[copies]} copies",
         ],
+        PAGE.with_name("settings.md"): [_samples_cost()],
+        PAGE.with_name("gpus.md"): [f"in {len(read_document('gpu-checks')['checks'])} checks"],
+        PAGE.parent / "dev" / "measurements.md": _routing(),
     }
+
+
+def _routing() -> list[str]:
+    """The busier of two ranks, where a router is skewed and where routing was recorded."""
+    [skewed] = {
+        f"{read_document(f'{prefix}-ttft')['imbalance']['before']['mean']:.2f}"
+        for prefix in _ENGINES
+    }
+    traffic = read_document("real-routing-ttft")["imbalance"].values()
+    recorded = [each["before"] for each in traffic]
+    return [f"{skewed} times the mean", f"{min(recorded):.2f} to {max(recorded):.2f}"]
+
+
+def _forced() -> str:
+    """How many times as fast forced balance is with recorded routing, from least to most."""
+    found = []
+    for engine in ("", "-sglang"):
+        for row in read_rows(f"real-routing-ttft{engine}"):
+            samples = row["ttft_samples"]
+            found.append(estimate(list(zip(samples["off"], samples["ideal"], strict=True)))[0])
+    return _range({"min": min(found), "max": max(found)}, 2)
+
+
+def _samples_cost() -> str:
+    document = read_document("verification")
+    share = {name: 100 * part for name, part in document["verification_over_prefill"].items()}
+    return (
+        f"took {share['mean']:.1f} % of prefill time ({share['low']:.1f} to {share['high']:.1f} %, "
+        f"{document['prompts']} prompts"
+    )
+
+
+def _memory() -> tuple[str, list[str]]:
+    """Two slots of Qwen3-235B, and the rows of the table, by the sizes of the layers on the GPU."""
+    rows = []
+    for name, moe_layers, part in (
+        ("Qwen3-235B", 94, "layer-qwen3"),
+        ("DeepSeek-V3", 58, "layer-deepseek"),
+    ):
+        layer = gpu_rows(part)[0]
+        slot = 3 * layer["hidden"] * layer["inner"] * 2 / 2**20  # three matrices in BF16, MiB
+        kept = [f"{number * moe_layers * slot / 1024:.1f} GiB" for number in (1, 2)]
+        cells = (f"{name} ({moe_layers} layers)", f"{slot:.0f} MiB", f"{2 * slot:.0f} MiB", *kept)
+        rows.append(cells)
+    return rows[0][2], [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def _steady() -> dict[str, float]:
@@ -127,7 +188,7 @@ def _gains() -> str:
             "planned, not timed",
             "",
         ),
-        *(_prefill(prefix) for prefix in _ENGINES),
+        _prefill(),
         _predicted(),
         _recorded(),
         _balanced(),
@@ -135,14 +196,18 @@ def _gains() -> str:
     return table(("where", "busiest rank, before → after", "times as fast", "of perfect"), rows)
 
 
-def _prefill(prefix: str) -> tuple[str, ...]:
-    (row, *_), found = read_rows(f"{prefix}-ttft"), read_document(f"{prefix}-ttft")["imbalance"]
+def _prefill() -> tuple[str, ...]:
+    documents = [read_document(f"{prefix}-ttft") for prefix in _ENGINES]
+    rows = [document["rows"][0] for document in documents]
+    found = [document["imbalance"] for document in documents]
+    [tokens] = {row["prompt_tokens"] for row in rows}
     return (
-        f"{_ENGINES[prefix]}, prompts of {row['prompt_tokens'] >> 10}k, two CPU ranks, a router "
-        "made to be skewed",
-        f"{found['before']['mean']:.2f} → {found['after']['mean']:.3f}",
-        times(*estimate(rounds(row, "off"))),
-        _of_perfect(row),
+        f"{_slashed(_ENGINES.values())}, prompts of {tokens >> 10}k, two CPU ranks, a router made "
+        "to be skewed",
+        _slashed(f"{each['before']['mean']:.2f}" for each in found)
+        + f" → {max(each['after']['mean'] for each in found):.3f}",
+        _slashed(times(*estimate(rounds(row, "off"))) for row in rows),
+        _slashed(_of_perfect(row).removesuffix(" %") for row in rows) + " %",
     )
 
 
@@ -327,10 +392,8 @@ def _stages() -> str:
         size = row["ranks"], row["experts"], row.get("tokens_per_rank", 8192), row.get("slots", 2)
         if size == (64, 256, 8192, 2) and row["what"] in found:
             found[row["what"]].append(row["graph_microseconds"])
-    ours = {
-        what: _range({"min": min(took), "max": max(took)}, 0) + " us"
-        for what, took in found.items()
-    }
+    ranges = {name: {"min": min(took), "max": max(took)} for name, took in found.items()}
+    ours = {name: f"{_range(took, 0)} us" for name, took in ranges.items()}
     rows = [
         ("plan", "67 to 78 us", ours["plan"]),
         ("reroute", "36 to 39 us", f"{ours['count + reroute']}, with the count"),

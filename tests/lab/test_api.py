@@ -47,7 +47,7 @@ def test_the_notebook_runs(at_docs: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    assert done.stdout == "".join(line for output in outputs for line in output["text"])
+    assert done.stdout == "".join(line for output in outputs for line in output.get("text", ()))
 
 
 def write_policy(folder: Path, body: str) -> str:
