@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.cli import serve
+from ultraep_serve.doctor import memory
 from ultraep_serve.telemetry import run_directory as run_directories
 
 
@@ -24,3 +25,4 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "find_spec", lambda name: name)
     monkeypatch.setattr(serve.vllm, "_is_cpu_build", lambda: True)
     monkeypatch.setattr(serve.vllm, "has_amx", lambda: False)
+    monkeypatch.setattr(memory, "available_memory", lambda: 64 << 30)

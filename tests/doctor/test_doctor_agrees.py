@@ -73,10 +73,7 @@ BAD = [  # and words that both say
     ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host 192.0.2.1", "192.0.2.1:"),
     ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host 2001:db8::1", "[2001:db8::1]:"),
     ("vllm MODEL -tp 2 -ep --port PORT --slots 99", "--slots = 99 must be 0 to 64"),
-    (
-        "vllm MODEL -tp 2 -ep --port PORT --policy best",
-        "must be 'off', 'quota' or 'ideal'",
-    ),
+    ("vllm MODEL -tp 2 -ep --port PORT --policy best", "must be 'off', 'quota' or 'ideal'"),
     ("vllm MODEL -tp 2 -ep --port PORT --policy ideal", "add --allow-ideal"),
     ("vllm MODEL -tp two -ep --port PORT", "invalid int value: 'two'"),
     ("vllm MODEL -pp 2 -ep --port PORT", "add --tensor-parallel-size 2"),
