@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 import ultraep_serve
@@ -154,11 +154,11 @@ def test_a_sidecar_elsewhere(
     run.close()
 
 
-def test_an_address_without_a_sidecar(
-    capsys: pytest.CaptureFixture[str], remote: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TestClient, "get", lambda *_: httpx.Response(200, json={"status": "ok"}))
-    assert main(["status", "--url", remote]) == 2
+def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> None:
+    other = FastAPI()
+    other.get("/{path:path}")(lambda: {"status": "ok"})
+    with serving(other) as url:
+        assert main(["status", "--url", url]) == 2
     assert "is this the address of a sidecar?" in capsys.readouterr().err
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 2
     assert "--url" in capsys.readouterr().err

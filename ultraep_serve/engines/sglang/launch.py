@@ -39,7 +39,7 @@ _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
 _GROUP = "sglang.srt.plugins"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
 _WITH_A_VALUE = """device attention-backend max-total-tokens ep-dispatch-algorithm cuda-graph-config
-    cuda-graph-backend-prefill quantization config"""
+    cuda-graph-backend-prefill disaggregation-mode dllm-algorithm quantization config"""
 _SWITCHES = """disable-cuda-graph disable-prefill-cuda-graph disable-shared-experts-fusion
     enforce-shared-experts-fusion enable-eplb enable-waterfill enable-lora enable-two-batch-overlap
     enable-torch-compile"""
