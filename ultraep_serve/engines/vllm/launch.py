@@ -67,7 +67,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
     parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--enable-lora", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--enable-lora", action=argparse.BooleanOptionalAction)
     parser.add_argument("--expert-placement-strategy", default="linear")
     parser.add_argument("--quantization", "-q")
     parser.add_argument("--enable-dbo", action="store_true")
@@ -195,7 +195,7 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
 # What the adapter refuses of vLLM's configuration and layers, by the flags that lead to it.
 _CONFLICTS: tuple[Requirement, ...] = (
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
-    ("enable_lora", False, NO_LORA),
+    ("enable_lora", (None, False), NO_LORA),
     ("expert_placement_strategy", "linear", "use --expert-placement-strategy linear"),
 )
 
