@@ -98,6 +98,7 @@ def test_memory_comes_from_tcmalloc_where_it_is_installed(
     there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = {name: f"lib{name}.so.4" for name in there}.get
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM's platform for CPUs sets it
     monkeypatch.setattr("ultraep_serve.engines.common.launch.find_library", find)
     environment = engine_command("m", ["-tp", "2"], OFF).environment
     assert environment.get("LD_PRELOAD") == (f"lib{there[0]}.so.4" if there else None)
