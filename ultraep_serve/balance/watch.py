@@ -36,7 +36,7 @@ from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["WATCH_SECONDS", "HostBeats", "HostWatch", "KeyValueStore"]
 
-WATCH_SECONDS = 6.0  # beyond the timeout, at most, in which a lost host is given up
+WATCH_SECONDS = 3.0  # beyond the timeout, at most, in which a lost host is given up
 
 _QUIET_SECONDS = 4.0  # of silence before it is shown
 _LONGEST_STEP = 2 * HEARTBEAT_SECONDS
