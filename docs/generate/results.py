@@ -175,7 +175,7 @@ def _gains() -> str:
     layers = gpu_rows("layer-qwen3")
     rows = [
         (
-            "a layer of Qwen3-235B, 16 ranks played on one H200",
+            "a layer of Qwen3-235B, 16 ranks computed in turn on one H200",
             _slashed(f"{row['imbalance_before']:.2f}" for row in layers)
             + f" → {max(row['imbalance_after'] for row in layers):.3f}",
             _slashed(f"{row['speedup_with_own']:.2f}" for row in layers),

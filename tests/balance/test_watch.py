@@ -181,6 +181,10 @@ def test_a_rank_shows_that_the_engines_first_process_is_stopped_and_ends_with_it
 ) -> None:
     ended: list[int] = []
     with closing(recorder_of(run_path, 0)) as recorder:
+        unseen = subprocess.Popen(["true"])  # as one of another process namespace
+        unseen.wait()
+        HostWatch(RunFiles(run_path), recorder, 10.0, None, unseen.pid, ended.append).look()
+        assert not ended
         first = subprocess.Popen(["sleep", "60"])
         watch = HostWatch(RunFiles(run_path), recorder, 10.0, None, first.pid, ended.append)
         reader = RingReader(RunFiles(run_path).ring(0))

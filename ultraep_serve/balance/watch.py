@@ -25,12 +25,7 @@ from typing import Protocol
 
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.logs import say
-from ultraep_serve.system.topology import (
-    Location,
-    PipelineStage,
-    is_process_alive,
-    process_state,
-)
+from ultraep_serve.system.topology import Location, PipelineStage, is_process_alive, process_state
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -100,11 +95,13 @@ class HostWatch:
         """Give others up after ``seconds``, which may change.
 
         ``beats`` None: there are no other hosts. ``server`` is the process without which this one
-        ends. ``end`` ends this process: its main thread may hang where no exception reaches it.
+        ends, if it can be seen from here. ``end`` ends this process: its main thread may hang where
+        no exception reaches it.
         """
         self.seconds = seconds
         self._files, self._recorder, self._beats = files, recorder, beats
-        self._server, self._end = server, end
+        self._server = server if is_process_alive(server) else os.getpid()
+        self._end = end
         self._last: dict[tuple[int, int], str] = {}
         self._silence: dict[tuple[int, int], float] = {}
         self._looked, self._progress, self._is_over = time.monotonic(), 0, False
@@ -129,15 +126,14 @@ class HostWatch:
             if seconds >= _QUIET_SECONDS
         ]
         # vLLM's EngineCore is above its ranks, which live and beat while nobody gives them batches.
-        above = {os.getppid(), self._server}
-        said += [
-            f"the engine's process {p} is stopped" for p in above if process_state(p)[0] in "Tt"
-        ]
+        states = {process: process_state(process)[0] for process in (self._server, os.getppid())}
+        stopped = [process for process, state in states.items() if state in "Tt"]
+        said += [f"the engine's process {process} is stopped" for process in stopped]
         self._recorder.set_unheard("; ".join(said))
         reason = self._files.lost_reason()
         if max(self._silence.values(), default=0.0) > self.seconds + _LONGEST_STEP:
             reason = reason or f"{'; '.join(said)}; restart the engine on all hosts"
-        if not is_process_alive(self._server):
+        if states[self._server] in "ZX":
             reason = reason or f"the engine's first process ({self._server}) has ended"
         if reason:
             self._give_up(reason)

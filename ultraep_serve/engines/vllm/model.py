@@ -66,9 +66,9 @@ _NEW_WEIGHTS = ("reload_weights", "start_weight_update", "start_draft_weight_upd
 def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> None:
     """Balance the MoE layers of ``worker``'s model; those of a draft model stay at home.
 
-    On CPU all of them get kernels of ours, balanced or not. From then on ``worker`` refuses to load
-    other weights, before it touches those it has. Raises UnsupportedError for what cannot be
-    balanced, unless it is to be served plainly.
+    On CPU all of them get kernels of ours, balanced or not. A ``worker`` whose experts were taken
+    over refuses other weights, before it touches those it has. Raises UnsupportedError for what
+    cannot be balanced, unless it is to be served plainly.
     """
     compilation = vllm_config.compilation_config
     registered = map(compilation.static_forward_context.get, compilation.static_all_moe_layers)
@@ -76,8 +76,8 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
     in_model = set(worker.get_model().modules())
     balanced = [runner for runner in runners if runner in in_model]
     if current_platform.is_cpu():
-        _compute_on_host(config, [runner for runner in runners if runner.routed_experts.use_ep])
-        _refuse_new_weights(worker)
+        shared_out = [runner for runner in runners if runner.routed_experts.use_ep]
+        _compute_on_host(config, worker, shared_out)
     if config.policy is Policy.OFF:
         return
     try:
@@ -88,7 +88,7 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))
 
 
-def _compute_on_host(config: BalanceConfig, runners: list[MoERunner]) -> None:
+def _compute_on_host(config: BalanceConfig, worker: Any, runners: list[MoERunner]) -> None:
     """Have the experts of ``runners`` computed by kernels of ours, which cannot be traced.
 
     vLLM compiles models on CPU through its MoE layers; on GPUs an operator of its own keeps them
@@ -102,6 +102,7 @@ def _compute_on_host(config: BalanceConfig, runners: list[MoERunner]) -> None:
         alone = runner.shared_experts is None
         operators = torch.ops.vllm
         runner._forward_entry = operators.moe_forward if alone else operators.moe_forward_shared
+    _refuse_new_weights(worker)
 
 
 def _balance(
@@ -111,7 +112,8 @@ def _balance(
     zero_experts = any(isinstance(runner.router, ZeroExpertRouter) for runner in runners)
     balanced = balance(config, vllm_config, layers, has_zero_experts=zero_experts)
     balanced.mark_ready(logger)
-    _refuse_new_weights(worker)
+    if not current_platform.is_cpu():  # where they have been refused by now
+        _refuse_new_weights(worker)
     _around(worker.model_runner, "execute_model", before=balanced.require_in_place)
     _around(worker, "compile_or_warm_up_model", after=lambda: balanced.end_loading(logger))
 
