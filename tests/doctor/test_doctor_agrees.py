@@ -45,7 +45,7 @@ BAD = [  # and words that both say
     ("vllm MODEL -tp 2 --port PORT", "without --enable-expert-parallel"),
     ("vllm MODEL -ep --port PORT", "nothing to balance on one rank"),
     ("vllm MODEL -tp 2 -ep --enable-eplb --port PORT", "--enable-eplb moves the same weights"),
-    ("vllm MODEL -tp 2 -dp 2 -ep --port PORT", "tensor and data parallelism together"),
+    ("vllm MODEL -tp 2 -dp 2 -ep --policy off --port PORT", "tensor and data parallelism together"),
     ("vllm MODEL -tp 3 -ep --port PORT", "16 experts do not divide evenly over 3 ranks"),
     ("sglang MODEL --tp 3 --ep 3 --device cpu", "16 experts do not divide evenly over 3 ranks"),
     ("vllm DENSE -tp 2 -ep --port PORT", "is not a Mixture-of-Experts model"),

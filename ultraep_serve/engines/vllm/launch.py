@@ -123,6 +123,11 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
     if _is_cpu_build() and parsed.enable_expert_parallel:
         if parsed.enable_lora:
             raise UnsupportedError(NO_LORA, otherwise="")
+        if parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
+            raise UnsupportedError(
+                "tensor and data parallelism together are not there yet on CPU; use one of them",
+                otherwise="",
+            )
         if not has_amx():
             check_cpu_experts(model, parsed.quantization, "a CPU with AMX")
     if config.policy is Policy.OFF:
@@ -131,7 +136,8 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
     check_experts(model, "vLLM", config, None if parsed.config else ranks.in_stage)
     if not parsed.config:
         _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
-    _check_conflicts(parsed, config)
+    if config.on_unsupported == "error" and (problem := unmet(parsed, _CONFLICTS)):
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
 def _with_setting(flags: list[str], config: BalanceConfig) -> list[str]:
@@ -198,14 +204,6 @@ _CONFLICTS: tuple[Requirement, ...] = (
     ("enable_lora", (None, False), NO_LORA),
     ("expert_placement_strategy", "linear", "use --expert-placement-strategy linear"),
 )
-
-
-def _check_conflicts(parsed: argparse.Namespace, config: BalanceConfig) -> None:
-    problem = unmet(parsed, _CONFLICTS) if config.on_unsupported == "error" else None
-    if _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
-        problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
-    if problem is not None:
-        raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
 def _on_cpu(
