@@ -131,7 +131,7 @@ class HostWatch:
         said += [f"the engine's process {process} is stopped" for process in stopped]
         self._recorder.set_unheard("; ".join(said))
         reason = self._files.lost_reason()
-        if max(self._silence.values(), default=0.0) > self.seconds + _LONGEST_STEP:
+        if max(self._silence.values(), default=0.0) > self.seconds:
             reason = reason or f"{'; '.join(said)}; restart the engine on all hosts"
         if states[self._server] in "ZX":
             reason = reason or f"the engine's first process ({self._server}) has ended"
