@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults images clean
+.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-night test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -33,8 +33,8 @@ docs: setup
 
 # Servers have the machine to themselves.
 test-vllm: check-tests lint
-	$(VENV)/bin/python -m pytest -q --numprocesses 2 --dist worksteal -m "interpreter or compiler"
-	$(VENV)/bin/python -m pytest --durations 20 -m "engine or browser"
+	$(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "interpreter or compiler"
+	$(VENV)/bin/python -m pytest --durations 20 -m "(engine or browser) and not night"
 
 setup-sglang:
 	$(PYTHON) deploy/setup_sglang_cpu.py $(VENV)-sglang
@@ -46,7 +46,12 @@ SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_eplb.py tests/e
 
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest -q --numprocesses 2 --dist worksteal -m "not engine" $(SGLANG_TESTS)
-	$(VENV)-sglang/bin/python -m pytest --durations 20 -m engine $(SGLANG_TESTS)
+	$(VENV)-sglang/bin/python -m pytest --durations 20 -m "engine and not night" $(SGLANG_TESTS)
+
+# Servers for rarer promises: pipeline stages, Ray Serve, families with other experts. Ten minutes.
+test-night: setup setup-sglang
+	$(VENV)/bin/python -m pytest -m night
+	$(VENV)-sglang/bin/python -m pytest -m night tests/engines/test_families.py
 
 # Every model family on both engines (an hour or more); brings the page of families up to date.
 test-families: setup setup-sglang

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.model_families.matrix import measure_family
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.night]
 
 # All of them: make test-families.
 FAMILIES = [

@@ -123,6 +123,7 @@ def test_grouped_routing_and_slots_of_their_own_per_layer(glm4: Path, tmp_path: 
         check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
 
 
+@pytest.mark.night
 def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_path: Path) -> None:
     with serve(qwen3, tmp_path, "tensor", "--pipeline-parallel-size", "2") as server:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
@@ -146,6 +147,7 @@ def wait_until_not_ready(server: BalancedServer) -> None:
     pytest.fail("/readyz stays 200 after a rank was killed")
 
 
+@pytest.mark.night
 def test_layer_that_cannot_be_balanced_serves_plainly_on_request(tmp_path: Path) -> None:
     """Seven experts do not divide evenly over two ranks."""
     seven = make_model(tmp_path / "model", replace(tiny_qwen3(1.0, num_ranks=1), num_experts=7))

@@ -62,7 +62,10 @@ def is_removed(run_path: Path) -> bool:
     return not run_path.exists()
 
 
-@pytest.mark.parametrize("way", PROGRAMS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.night if way == "ray_serve" else ()) for way in PROGRAMS],
+)
 def test_a_program_of_ones_own(way: str, qwen3: Path, tmp_path: Path) -> None:
     check_program(way, PROGRAMS[way], qwen3, tmp_path)
 
