@@ -17,9 +17,10 @@ test: test-vllm test-sglang check-deploy check-protocol-quick check-ptx-quick
 check:
 	$(MAKE) --jobs=2 --output-sync=target check-tests lint docs
 
-# Four at a time also on two cores, because many wait for timeouts of processes that they start.
+# Four at a time also on two cores, because many wait for timeouts of processes that they start;
+# by file, because fixtures of a file take longest.
 check-tests: setup
-	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist worksteal \
+	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile \
 		-m "not engine and not interpreter and not compiler and not browser"
 
 lint: setup
@@ -45,7 +46,7 @@ demo-sglang: setup-sglang
 SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_eplb.py tests/engines/test_two_hosts.py tests/engines/test_ways_to_start.py tests/lab/test_engine_recordings.py
 
 test-sglang: setup-sglang
-	$(VENV)-sglang/bin/python -m pytest -q --numprocesses 2 --dist worksteal -m "not engine" $(SGLANG_TESTS)
+	$(VENV)-sglang/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not engine" $(SGLANG_TESTS)
 	$(VENV)-sglang/bin/python -m pytest --durations 20 -m "engine and not night" $(SGLANG_TESTS)
 
 # Servers for rarer promises: pipeline stages, Ray Serve, families with other experts. Ten minutes.

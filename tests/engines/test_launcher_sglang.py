@@ -13,6 +13,7 @@ TWO_RANKS = ["--device", "cpu", "--tp-size", "2", "--ep-size", "2"]
 
 @pytest.fixture(autouse=True)
 def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM's platform for CPUs sets it
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
     monkeypatch.setattr("ultraep_serve.engines.common.launch.find_library", "lib{}.so".format)
     monkeypatch.setattr(launch, "cores_of_ranks", lambda num_ranks: [[0, 1], [2, 3]])
