@@ -66,11 +66,9 @@ def live(tmp_path: Path) -> Iterator[Live]:
     """Start everything, wait until two scrapes have come in, stop everything."""
     run_path = tmp_path / "run"
     sidecar_port, port = free_port(), free_port()
-    size = ["--ranks=4", "--layers=4", "--experts=32", "--batches-per-second=10"]
     with ExitStack() as stack:
-        engine = stack.enter_context(
-            process(sys.executable, "-m", "tests.support.rings", run_path, *size)
-        )
+        rings = process(sys.executable, "-m", "tests.support.rings", run_path)
+        engine = stack.enter_context(rings)
         until(lambda: (run_path / "ring-3").exists(), "rings")
         sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", run_path]
         stack.enter_context(process(*sidecar, f"--port={sidecar_port}"))

@@ -1,8 +1,12 @@
 """A run without an engine: rings that look like those of a server under load.
 
+    python -m tests.support.rings RUN_DIR
+
 All values are made up except the plans, which are the real planner's for made-up loads.
 """
 
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,3 +180,17 @@ def planned_run(run_path: Path) -> SyntheticRun:
     """Four ranks whose plans are the planner's; every layer is planned."""
     traffic = SyntheticTraffic(balanced_share=0.0, decode_batches=2)
     return SyntheticRun(run_path, ExpertShape(4, 32, 2), PLANNED_LAYERS, traffic)
+
+
+def main() -> None:
+    """Make the run directory, and ten batches a second until a signal comes."""
+    run_path = Path(sys.argv[1])
+    run_path.mkdir(mode=0o700)
+    run = SyntheticRun(run_path, ExpertShape(4, 32, 2), num_layers=4)
+    while True:
+        run.batch()
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
