@@ -72,7 +72,8 @@ def test_ids_decide_where_texts_agree() -> None:
 def bench_document(**ttft: float) -> dict[str, Any]:
     row = {"prompt_tokens": 4096, "ttft_seconds": ttft, "efficiency": 0.9, "recovered": 0.8}
     imbalance = {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}}
-    return {"ranks": 2, "rows": [row | {"rounds": 7}], "imbalance": imbalance, "layers": []}
+    common = {"ranks": 2, "imbalance": imbalance, "layers": [], "machine": {"cores": 2}}
+    return {**common, "rows": [row | {"rounds": 7}]}
 
 
 def shown(report: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ def demo_report(
             for when in ("before", "after")
         },
         "token_check": {name: token_check[name] for name in ("dtype", "prompts", "identical")},
+        "machine": bench["machine"],
     }
 
 
