@@ -138,10 +138,9 @@ def test_bad_input_is_one_line(
         pytest.importorskip("vllm", reason="its flags are read with its own parser")
     monkeypatch.chdir(folder)
     assert main(list(words)) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert said.splitlines()[-1].startswith("ultraep-serve: error: "), said
-    assert said.count("ultraep-serve:") == 1, said
+    said = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in said if not line.startswith("The planner is being compiled"))
+    assert line.startswith("ultraep-serve: error: ")
 
 
 @pytest.mark.parametrize("words", [["--version"], ["replay", "good.npz", *REPLAY]], ids=" ".join)
