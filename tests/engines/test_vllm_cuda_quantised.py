@@ -1,7 +1,9 @@
 """Quantised experts on GPUs: what a copy takes along, in vLLM's own methods' order of tensors."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +14,29 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import set_current_vllm_config
+    from vllm.config.quantization import QuantizationConfigArgs
+    from vllm.model_executor.layers.fused_moe.oracle import fp8 as fp8_kernels
+    from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from tests.support import vllm_layers, vllm_reference_kernels
     from tests.support.vllm_formats import FORMATS, build_format
     from tests.support.vllm_gpu import (
+        NAMES,
         NUM_LOCAL,
         NUM_MASTERS,
+        NUM_RANKS,
         NUM_SLOTS,
         build,
         fp8_config,
     )
-    from ultraep_serve.engines.vllm import checks, expert_tensors, model
+    from ultraep_serve.engines.vllm import checks, expert_tensors, load, model
     from ultraep_serve.engines.vllm.stage import Flow
 
 from tests.support.experts import NUM_EXPERTS
+from ultraep_serve.engines.common import group
 from ultraep_serve.engines.common.shared_values import SharedValues
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import TokenView
@@ -170,3 +182,68 @@ def wrap(layer: Any) -> None:
     weight = layer.w13_weight.data
     del layer.w13_weight
     layer.w13_weight = weight
+
+
+class Quantising(BaseModelLoader):
+    """A loader of a model that is one MoE layer, quantised by vLLM while it is loaded."""
+
+    download_model = None  # type: ignore[assignment]
+
+    def create_model(self, vllm_config: Any, *_: Any, **__: Any) -> torch.nn.Module:
+        args = QuantizationConfigArgs(moe="fp8_per_block")  # type: ignore[arg-type]
+        parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
+        online = OnlineQuantizationConfig(args)
+        layer = vllm_layers.build_layer(vllm_config, parallel, NAMES[0], online)
+        self.final = list[int]()  # addresses of weights, each time they were said to be final
+        layer.update_param_tp_status = lambda: self.final.append(layer.w13_weight.data_ptr())
+        return torch.nn.ModuleList([layer])
+
+    def load_weights(self, loaded: Any, *_: Any) -> None:
+        (layer,) = loaded
+        assert layer.w13_weight.is_meta
+        for expert in range(NUM_MASTERS):
+            matrix = torch.full((vllm_layers.INNER, vllm_layers.HIDDEN), 1.0 + expert)
+            for name, shard in (("w13_weight", "w1"), ("w13_weight", "w3"), ("w2_weight", "w2")):
+                given = matrix.T if shard == "w2" else matrix
+                weight = getattr(layer, name)
+                weight.weight_loader(weight, given.bfloat16(), name, shard, expert)
+
+
+@pytest.mark.parametrize("kernel", ["TritonExperts", "SomeExperts"])
+def test_experts_quantised_while_loading_are_taken_over_when_that_has_ended(
+    balanced: Any, kernel: str
+) -> None:
+    """vLLM says twice that the weights of such a layer are final; that is no new loading."""
+    compiled = online_fp8.per_block_cast_to_fp8
+    balanced(online_fp8, "per_block_cast_to_fp8", compiled._torchdynamo_orig_callable)
+    chosen = type(kernel, (vllm_reference_kernels.TritonExperts,), {})
+    select = lambda config, **_: (fp8_kernels.Fp8MoeBackend.TRITON, chosen)  # noqa: E731
+    balanced(online_fp8, "select_fp8_moe_backend", select)
+    balanced(torch.accelerator, "empty_cache", lambda: None)
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    loader, seen = Quantising(config.load_config), list[Any]()
+    described: Any = SimpleNamespace(
+        dtype=torch.bfloat16, quantization="", word_embeddings_untied_by_checkpoint=False
+    )
+    wrapper = WorkerWrapperBase()
+    wrapper.vllm_config = config
+    wrapper.worker = SimpleNamespace(
+        load_model=lambda: seen.extend(loader.load_model(config, described))
+    )
+    balanced(model, "take_over", lambda *_: seen.append(list(loader.final)))
+    load._load_model(wrapper)
+    layer, final = seen
+    assert len(final) == 2
+    if kernel == "SomeExperts":
+        with pytest.raises(UnsupportedError, match="expert kernel SomeExperts has not been verif"):
+            checks.check_device_execution(layer, config)
+        return
+    checks.check_device_execution(layer, config)
+    parameters = expert_tensors.expert_parameters(layer)
+    assert final[-1] in [parameter.data_ptr() for parameter in parameters]
+    dtypes = Counter(parameter.dtype for parameter in parameters)
+    assert dtypes == {torch.float8_e4m3fn: 2, torch.float32: 2}  # weights and scales
+    held = group.BalancedLayers.__new__(group.BalancedLayers)
+    held._layers = [parameters]
+    held.hold([layer], lambda layer: layer.quant_method.moe_kernel)
+    held.require_in_place()
