@@ -15,9 +15,11 @@ from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.engines.common import group
 from ultraep_serve.engines.common.group import BalancedLayers, EngineRank, make_backend
 from ultraep_serve.engines.common.requirements import why_never_balanced
 from ultraep_serve.errors import FabricError, PeerTimeoutError, UnsupportedError
+from ultraep_serve.proof.answers import Answers
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
@@ -52,6 +54,36 @@ def test_what_leaves_every_load_at_home_is_named(
     said = why_never_balanced(GroupSetup(config, shape, TokenView.OWN, location), GIVEN, largest)
     assert says in said
     assert bool(says) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("view", "cache", "most"),
+    # A token's row, what comes of it and their sum in float32 take 2048 * 8 bytes, and the rows
+    # that are computed at once up to 1 GiB.
+    [
+        (TokenView.SHARED, 1 << 30, 65536),
+        (TokenView.OWN, 1 << 30, 32768),  # a rank may get rows of both ranks' tokens
+        (TokenView.SHARED, (3 << 30) - (9 << 20), 64),
+        (TokenView.SHARED, 5 << 30, 1),
+    ],
+)
+def test_a_batch_that_memory_does_not_hold_is_named_with_one_that_it_does(
+    monkeypatch: pytest.MonkeyPatch, view: TokenView, cache: int, most: int
+) -> None:
+    monkeypatch.setattr(group, "available_memory", lambda: 6 << 30)  # of two ranks
+    joined = BalancedLayers.__new__(BalancedLayers)
+    joined._setup = GroupSetup(BalanceConfig(), SHAPE, view, Location(0, 2, 2, 2))
+    joined._answers = Answers(
+        lambda *_: torch.empty(0), 8, 2048, torch.bfloat16, torch.device("cpu"), 0
+    )
+    joined._own = EngineRank("test", 0, cache_bytes=cache)
+    said = joined._why_too_large(8 * 100_000 * 2)
+    assert f"--chunked-prefill-size) {most} or less" in said
+    sources = 2 if view is TokenView.OWN else 1
+    assert joined._why_too_large(None) == ""
+    if most > 1:
+        assert joined._why_too_large(8 * most * sources) == ""
+        assert joined._why_too_large(8 * (most + 1) * sources)
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:

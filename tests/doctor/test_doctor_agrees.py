@@ -39,7 +39,6 @@ GOOD = [
     "vllm MODEL -tp 2 -ep --port PORT --slots 4 --speeds 1.0,0.6",
     "sglang MODEL --tp 2 --ep 2 --device cpu --port PORT",
     "sglang MODEL --tp-size 4 --ep-size 4 --nnodes 2 --device cpu --port PORT",
-    "sglang MODEL --tp 4 --moe-a2a-backend deepep --device cpu --port PORT",
 ]
 BAD = [  # and words that both say
     ("vllm MODEL -tp 2 --port PORT", "without --enable-expert-parallel"),
@@ -66,6 +65,8 @@ BAD = [  # and words that both say
         "use --expert-placement-strategy linear",
     ),
     ("sglang MODEL --tp 2 --ep 2 --pp-size 2 --device cpu", "use --pp-size 1"),
+    ("sglang MODEL --tp 4 --moe-a2a-backend deepep --device cpu", "--moe-a2a-backend must be none"),
+    ("sglang MODEL --tp 2 --ep 2 --dp-size 2 --device cpu", "not there yet on CPU; use --tp-size"),
     ("vllm MODEL -dp 2 -dpl 2 -ep --data-parallel-multi-port-external-lb", "a port of its own"),
     ("vllm MODEL -tp 2 -ep --port TAKEN", "cannot be used (Address already in use by process"),
     ("vllm MODEL -tp 2 -ep --port NEXT", "choose another --sidecar-port"),

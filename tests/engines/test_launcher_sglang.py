@@ -46,3 +46,7 @@ def test_what_is_not_installed_is_named(
     monkeypatch.setattr(launch, "find_spec", lambda name: None if missing(name) else name)
     with pytest.raises(ConfigError, match=message):
         launch.engine_command("m", TWO_RANKS, BalanceConfig())
+
+
+def test_a_backend_that_sends_tokens_takes_as_many_ranks_as_are_tensor_parallel() -> None:
+    launch._check_parallelism(launch.parse_engine_flags(["--tp", "4", "--moe-a2a-backend", "x"]))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.support.faults import Rank
 from ultraep_serve.balance.collectives import EngineGroup
@@ -28,9 +29,10 @@ HIDDEN, LAYERS, TOKENS = 16, 3, 60
 
 
 class SampledRank:
-    """One rank with three layers of experts, a matrix (L, H, H) and a scale (L, 3) each.
+    """One rank with three layers of gated experts, a matrix (L, H, H) and a scale (L, 3) each.
 
-    The matrix is of ``dtype``, of which int8 is float32 without its fractions.
+    The matrix is of ``dtype``, of which int8 is float32 without its fractions. It is ``factor``
+    times as large as usual, and in each layer four times as large as in the one before.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class SampledRank:
             "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
         )
         self.rank, self.view, self.shape, self.batches = rank, view, shape, 0
+        self.state: Any = None  # until the self-check has ended
         self.layers = [self._experts(layer, dtype, factor) for layer in range(LAYERS)]
-        settings = {"costs": COSTS, "timeout_seconds": 30, "min_batch_tokens": 8, **settings}
-        config = BalanceConfig(run_dir=str(run_path), self_check="off", **settings)
+        defaults = {"costs": COSTS, "timeout_seconds": 30, "min_batch_tokens": 8}
+        settings = {**defaults, "run_dir": str(run_path), "self_check": "off", **settings}
+        config = BalanceConfig(**settings)
         seed = rank if view is TokenView.OWN else 0
         kind = torch.float32 if dtype is torch.int8 else dtype
         answers = Answers(self.compute, 2, HIDDEN, kind, torch.device("cpu"), seed)
@@ -67,13 +71,16 @@ class SampledRank:
         matrix, scale = (
             torch.randn(self.shape.num_masters, *size, generator=random) for size in sizes
         )
-        matrix = (matrix * (40 if dtype is torch.int8 else factor)).to(dtype)
+        matrix = (matrix * (40 if dtype is torch.int8 else factor * 4**layer)).to(dtype)
         return [torch.nn.Parameter(tensor, False) for tensor in (matrix, scale)]
 
     def compute(
         self, layer: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
-        """The layer's output; where ranks have tokens of their own, they first tell each other."""
+        """The layer's output; where ranks have tokens of their own, they first tell each other.
+
+        As on GPUs, what an expert gives is of the model's type, and so is a rank's part of a sum.
+        """
         if self.view is TokenView.OWN:
             x, weights, physical = (
                 self._everybodys(t.contiguous()) for t in (x, weights, physical)
@@ -83,10 +90,12 @@ class SampledRank:
         outputs = torch.zeros(x.shape)
         for token, place in ((local >= 0) & (local < self.shape.num_local)).nonzero().tolist():
             expert = int(local[token, place])
-            is_wrong = self.state.wrong_slots and expert >= self.shape.num_masters
+            is_wrong = self.state and self.state.wrong_slots and expert >= self.shape.num_masters
             scaled = scale[0 if is_wrong else expert, 0]
-            output = (x[token] @ matrix[expert].to(x.dtype)) * scaled
-            outputs[token] += weights[token, place] * output
+            inner = x[token] @ matrix[expert].to(x.dtype)
+            output = (F.silu(inner) * inner) @ matrix[expert].to(x.dtype) * scaled
+            outputs[token] += (weights[token, place] * output).to(x.dtype)
+        outputs = outputs.to(x.dtype).float()
         dist.all_reduce(outputs)
         outputs = outputs.to(x.dtype)
         own = len(outputs) // self.shape.num_ranks
@@ -174,12 +183,12 @@ class Traffic:
     batches: int
     domain_size: int = 0  # ranks of each domain; 0: one domain
     seed: int = 0
-    factor: float = 1.0  # of weights
+    factor: float = 1.0  # of the first layer's weights
 
 
 def serve_traffic(rank: int, run_path: Path, traffic: Traffic) -> tuple[tuple[int, ...], set[str]]:
     """Layers that were checked, by check; and checks that found something wrong."""
-    settings = {"verify_every": 1, "domain_size": traffic.domain_size}
+    settings = {"verify_every": 1, "domain_size": traffic.domain_size, "self_check": "full"}
     own = SampledRank(
         rank, run_path, traffic.view, traffic.shape, traffic.dtype, traffic.factor, **settings
     )

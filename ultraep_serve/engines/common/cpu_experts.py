@@ -16,6 +16,7 @@ __all__ = [
     "by_expert",
     "float32_product",
     "is_exact",
+    "most_tokens",
     "own_type",
 ]
 
@@ -45,14 +46,32 @@ def add_up(
     size by more than 2**13.
     """
     total.zero_()
-    bytes_per_row = x.shape[1] * (2 * x.element_size() + total.element_size()) + scratch
-    most = max(1, _MOST_BYTES // bytes_per_row)
+    most = max(1, _MOST_BYTES // (_bytes_per_row(x.shape[1], x.dtype) + scratch))
     tokens, k = (local >= 0).nonzero(as_tuple=True)
     for some, of_some in zip(torch.split(tokens, most), torch.split(k, most), strict=True):
         chosen = topk_weights[some, of_some].float(), local[some, of_some]
         rows = compute(x.index_select(0, some), *chosen)
         total.index_add_(0, some, rows.float())
     return total
+
+
+def most_tokens(
+    num_bytes: int, hidden_size: int, experts_per_token: int, dtype: torch.dtype
+) -> int:
+    """How many tokens, at most, a rank can compute within ``num_bytes`` beside its weights.
+
+    Counted are ``add_up``, its input and the layer's output; what else an engine holds comes on
+    top, and the scratch of its kernel.
+    """
+    per_token = _bytes_per_row(hidden_size, dtype)
+    return max(
+        num_bytes // (per_token * (1 + experts_per_token)), (num_bytes - _MOST_BYTES) // per_token
+    )
+
+
+def _bytes_per_row(hidden_size: int, dtype: torch.dtype) -> int:
+    """Of a row, what comes of it in the same type, and a sum in float32."""
+    return hidden_size * (2 * dtype.itemsize + 4)
 
 
 def own_type(dtype: torch.dtype) -> torch.dtype:

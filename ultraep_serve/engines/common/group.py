@@ -27,14 +27,20 @@ from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.engines.common.rendezvous import find_location, meet, wait_for_all
-from ultraep_serve.engines.common.requirements import require_large_batches, why_never_balanced
+from ultraep_serve.engines.common.requirements import (
+    require_large_batches,
+    why_never_balanced,
+    why_too_large,
+)
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import SelfCheckError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.samples import Sampled
 from ultraep_serve.system.environment import first_process
+from ultraep_serve.system.machine import available_memory
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
@@ -67,6 +73,7 @@ class EngineRank:
     rank: int
     group: EngineGroup | None = None  # None: all ranks share this host
     pipeline: PipelineStage = field(default_factory=PipelineStage)  # the stage of all ranks
+    cache_bytes: int = 0  # of a CPU's memory that the engine has yet to take for keys and values
 
 
 @dataclass(frozen=True)
@@ -282,7 +289,8 @@ class BalancedLayers:
             RunFiles(self._run_path).write_costs(self._costs)
         proof = _proof_of(backend)
         self.self_check = self._check_itself(proof, backend)
-        if reason := why_never_balanced(self._setup, self._costs, largest):
+        reason = why_never_balanced(self._setup, self._costs, largest)
+        if reason := reason or self._why_too_large(largest):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)
@@ -353,6 +361,17 @@ class BalancedLayers:
             self._recorder.set_self_check(SelfCheck(SelfCheckOutcome.FAILED, error.results))
             raise
         return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
+
+    def _why_too_large(self, largest: int | None) -> str:
+        """See the function; ``largest`` in assignments over all ranks. On GPUs engines try it."""
+        answers, left, setup = self._answers, available_memory(), self._setup
+        if answers is None or largest is None or left is None or answers.device.type != "cpu":
+            return ""
+        left = left // setup.location.host_size - self._own.cache_bytes
+        top_k, hidden = answers.experts_per_token, answers.hidden_size
+        sources = setup.shape.num_ranks if setup.view is TokenView.OWN else 1
+        most = most_tokens(left, hidden, top_k, answers.dtype)
+        return why_too_large(largest // top_k // sources, most // sources)
 
     def _watch_hosts(self) -> HostWatch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""

@@ -13,7 +13,7 @@ from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.engines.sglang.host import ACTIVATIONS
-from ultraep_serve.engines.sglang.launch import ANYWHERE
+from ultraep_serve.engines.sglang.launch import ANYWHERE, ON_CPU
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.versions import SGLANG, NewerEngine
@@ -162,11 +162,6 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
     return None
 
 
-_ON_CPU: tuple[Requirement, ...] = (
-    ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
-    ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
-    ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
-)
 _ON_GPU: tuple[Requirement, ...] = (
     (
         "moe_a2a_backend",
@@ -216,7 +211,7 @@ _ON_GPU: tuple[Requirement, ...] = (
 def check_settings(settings: "ServerArgs") -> None:
     """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
     if problem := (
-        unmet(settings, [*ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)])
+        unmet(settings, [*ANYWHERE, *(ON_CPU if is_cpu() else _ON_GPU)])
         or _wrong_sizes(settings)
         or (None if is_cpu() else _wrong_phases(settings))
     ):

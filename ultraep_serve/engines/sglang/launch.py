@@ -28,6 +28,7 @@ from ultraep_serve.types import Policy
 __all__ = [
     "ANYWHERE",
     "DEFAULT_PORT",
+    "ON_CPU",
     "count_micro_batches",
     "count_ranks",
     "engine_command",
@@ -54,6 +55,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
     parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+    parser.add_argument("--attn-dp-size", type=int, default=1)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--moe-a2a-backend", default="none")
     parser.add_argument("--lora-paths", nargs="*")
@@ -111,7 +113,8 @@ def _check(model: str, parsed: argparse.Namespace, config: BalanceConfig, on_cpu
     check_experts(model, "SGLang", config, None if parsed.config else parsed.tp_size)
     if not parsed.config:
         _check_parallelism(parsed)
-    problem = unmet(parsed, [*ANYWHERE, ("lora_paths", None, f"{NO_LORA} and --lora-paths")])
+    lora = ("lora_paths", None, f"{NO_LORA} and --lora-paths")
+    problem = unmet(parsed, [*ANYWHERE, *(ON_CPU if on_cpu else ()), lora])
     if problem and config.on_unsupported == "error":
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
@@ -168,6 +171,13 @@ ANYWHERE: tuple[Requirement, ...] = (
     ),
     ("dllm_algorithm", None, "--dllm-algorithm is not there yet; drop it"),
     ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
+)
+
+
+ON_CPU: tuple[Requirement, ...] = (
+    ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
+    ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
+    ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
 )
 
 

@@ -198,7 +198,8 @@ def balance(
     others = [each.cpu_group for each in (world, get_tp_group(), get_dp_group(), get_pp_group())]
     store = world.cpu_group.get_group_store()
     group = EngineGroup(ranks.cpu_group, ranks.device_group, store, others)
-    own = EngineRank("vllm", ranks.rank_in_group, group, pipeline)
+    cache = int(vllm_config.cache_config.kv_cache_memory_bytes or 0)
+    own = EngineRank("vllm", ranks.rank_in_group, group, pipeline, cache)
     return start_balancing(config, _Layers(vllm_config, flow, group), loaded, own, flow)
 
 
