@@ -56,7 +56,7 @@ class SampledRank:
         config = BalanceConfig(**settings)
         seed = rank if view is TokenView.OWN else 0
         kind = torch.float32 if dtype is torch.int8 else dtype
-        answers = Answers(self.compute, 2, HIDDEN, kind, torch.device("cpu"), seed)
+        answers = Answers(self.compute, 4, HIDDEN, kind, torch.device("cpu"), seed)
         group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
         own = EngineRank("test", rank, group)
         self.joined = BalancedLayers(

@@ -29,11 +29,7 @@ from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.engines.common.rendezvous import find_location, meet, wait_for_all
-from ultraep_serve.engines.common.requirements import (
-    require_large_batches,
-    why_never_balanced,
-    why_too_large,
-)
+from ultraep_serve.engines.common.requirements import require_large_batches, why_never_balanced
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import SelfCheckError, UnsupportedError
@@ -363,15 +359,25 @@ class BalancedLayers:
         return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
 
     def _why_too_large(self, largest: int | None) -> str:
-        """See the function; ``largest`` in assignments over all ranks. On GPUs engines try it."""
+        """What keeps a CPU from computing the largest batch, and what to do; empty: nothing does.
+
+        ``largest`` in assignments over all ranks. On GPUs engines try their largest at start.
+        """
         answers, left, setup = self._answers, available_memory(), self._setup
         if answers is None or largest is None or left is None or answers.device.type != "cpu":
             return ""
         left = left // setup.location.host_size - self._own.cache_bytes
         top_k, hidden = answers.experts_per_token, answers.hidden_size
         sources = setup.shape.num_ranks if setup.view is TokenView.OWN else 1
-        most = most_tokens(left, hidden, top_k, answers.dtype)
-        return why_too_large(largest // top_k // sources, most // sources)
+        tokens = largest // top_k // sources
+        most = most_tokens(left, hidden, top_k, answers.dtype) // sources
+        if tokens <= most:
+            return ""
+        return (
+            f"experts need more memory for a batch of {tokens} tokens than this host has left; "
+            f"choose --max-num-batched-tokens (SGLang: --chunked-prefill-size) {max(1, most)} or "
+            "less"
+        )
 
     def _watch_hosts(self) -> HostWatch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""

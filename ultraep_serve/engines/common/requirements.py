@@ -21,7 +21,6 @@ __all__ = [
     "unmet",
     "why_never_balanced",
     "why_not_loaded",
-    "why_too_large",
 ]
 
 # An attribute's name (dots lead further inside); its valid value, several of them, or a function
@@ -107,18 +106,4 @@ def why_never_balanced(setup: "GroupSetup", costs: CostModel, largest_batch: int
         "by the costs that were measured or given, copying one expert takes longer than it could "
         f"save in the largest batch, of {largest_batch} assignments; let the engine schedule more "
         "tokens at once"
-    )
-
-
-def why_too_large(largest_batch: int, most: int) -> str:
-    """What keeps the largest batch from being computed, and what to do; empty: nothing does.
-
-    Both in tokens that one rank has at once; ``most`` by the memory that is left for them.
-    """
-    if largest_batch <= most:
-        return ""
-    return (
-        f"the experts of the largest batch, of {largest_batch} tokens, need more memory than this "
-        f"host has left; choose --max-num-batched-tokens (SGLang: --chunked-prefill-size) "
-        f"{max(1, most)} or less"
     )
