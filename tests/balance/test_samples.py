@@ -135,7 +135,7 @@ def test_without_samples_nothing_is_exchanged_for_them(run_path: Path) -> None:
         Traffic(TokenView.SHARED, ExpertShape(2, 8, 2), torch.bfloat16, 150),
         Traffic(TokenView.OWN, ExpertShape(4, 12, 1), torch.int8, 50, domain_size=2),
         Traffic(
-            TokenView.SHARED, ExpertShape(2, 8, 2), torch.float16, 50, factor=1.2e4
+            TokenView.SHARED, ExpertShape(2, 8, 2), torch.float16, 50, factor=500.0
         ),  # overflow
     ],
     ids=str,
