@@ -181,7 +181,7 @@ def test_a_hooked_function_with_other_parameters_is_refused_by_name(
 
 
 def test_every_setting_that_is_judged_and_every_flag_that_is_read_is_sglangs() -> None:
-    judged = {name for name, _, _ in (*launch.ANYWHERE, *checks._ON_CPU, *checks._ON_GPU)}
+    judged = {name for name, _, _ in (*launch.ANYWHERE, *launch.ON_CPU, *checks._ON_GPU)}
     judged |= vars(launch.parse_engine_flags([])).keys() - {"config"}  # of its parser alone
     assert judged <= set(POSITIONAL_FIELD_ORDER)
 
