@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.balance import rendezvous
 from ultraep_serve.balance.rendezvous import SocketRendezvous
 from ultraep_serve.errors import FabricError
 
@@ -99,3 +100,11 @@ def test_a_directory_may_have_a_long_name(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FabricError, match="cannot listen"):
         SocketRendezvous(tmp_path / "gone", 0, range(2), 5.0).swap(b"", [])
+
+
+def test_where_proc_is_not_mounted_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_OPEN_FILES", tmp_path / "none")
+    with pytest.raises(FabricError, match="/proc is not mounted here"):
+        SocketRendezvous(tmp_path, 0, range(2), 5.0).swap(b"", [])

@@ -29,6 +29,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _DESCRIPTORS_PER_MESSAGE = 200  # the kernel takes at most 253
 _RETRY_SECONDS = 0.01
 _LOOK_SECONDS = 0.5  # between two looks at whether this rank's socket is still there
+_OPEN_FILES = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
@@ -291,9 +292,11 @@ class _Listener(socket.socket):
 @contextmanager
 def _address_of(path: Path) -> Iterator[str]:
     """A socket's address, which has room for 107 bytes, for a ``path`` of any length."""
+    if not _OPEN_FILES.exists():
+        raise OSError("/proc is not mounted here, which ranks meet by; mount it")
     folder = os.open(path.parent, os.O_PATH)
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
+        yield f"{_OPEN_FILES}/{folder}/{path.name}"
     finally:
         os.close(folder)
 
