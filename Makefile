@@ -11,7 +11,10 @@ demo: setup
 	$(VENV)/bin/ultraep-serve demo
 
 # Both engines, each in its own environment; what needs the other one is skipped there.
-test: test-vllm test-sglang check-deploy check-protocol-quick check-ptx-quick
+test:
+	$(MAKE) --jobs=2 setup setup-sglang
+	$(MAKE) test-vllm test-sglang
+	$(MAKE) --jobs=2 --output-sync=target check-deploy check-protocol-quick check-ptx-quick
 
 # What to run while working: no engine, no interpreted kernel, no compiling for GPUs, no browser.
 check:
@@ -43,16 +46,18 @@ setup-sglang:
 demo-sglang: setup-sglang
 	$(VENV)-sglang/bin/ultraep-serve demo
 
-SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_eplb.py tests/engines/test_two_hosts.py tests/engines/test_ways_to_start.py tests/lab/test_engine_recordings.py
+SGLANG_TESTS = tests/engines/test_sglang_*.py tests/engines/test_eplb.py tests/engines/test_families.py \
+	tests/engines/test_two_hosts.py tests/engines/test_ways_to_start.py tests/lab/test_engine_recordings.py
 
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not engine" $(SGLANG_TESTS)
 	$(VENV)-sglang/bin/python -m pytest --durations 20 -m "engine and not night" $(SGLANG_TESTS)
 
-# Servers for rarer promises: pipeline stages, Ray Serve, families with other experts. Ten minutes.
+# Servers for rarer promises: two hosts, other ways to start, policy off, pipeline stages, families
+# with other experts, and what can only be refused when weights are loaded. Half an hour.
 test-night: setup setup-sglang
 	$(VENV)/bin/python -m pytest -m night
-	$(VENV)-sglang/bin/python -m pytest -m night tests/engines/test_families.py
+	$(VENV)-sglang/bin/python -m pytest -m night $(SGLANG_TESTS)
 
 # Every model family on both engines (an hour or more); brings the page of families up to date.
 test-families: setup setup-sglang

@@ -118,10 +118,9 @@ def ensure_installed(packages: Mapping[str, bool], *, consequence: str = "") -> 
     if os.geteuid() == 0 and has_program("apt-get"):
         print(f"installing {names}", flush=True)
         quietly = {"check": True, "stdout": subprocess.DEVNULL}
-        subprocess.run(["apt-get", "update"], **quietly)
-        subprocess.run(
-            ["apt-get", "install", "--yes", "--no-install-recommends", *missing], **quietly
-        )
+        apt = ["flock", __file__, "apt-get"]  # two set-ups may run at once
+        subprocess.run([*apt, "update"], **quietly)
+        subprocess.run([*apt, "install", "--yes", "--no-install-recommends", *missing], **quietly)
     elif consequence:
         print(f"{names} missing (Debian: apt-get install {names}): {consequence}", flush=True)
     else:

@@ -93,6 +93,7 @@ class TestOneServer:
         until(lambda: not run_paths(server), 30.0)
 
 
+@pytest.mark.night
 def test_bfloat16_tokens_and_chunked_mixed_prefill(qwen3: Path, tmp_path: Path) -> None:
     """Sums complete in float32, so that the chunks' ranks do not matter in bfloat16 either."""
     extra = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--slot-memory", "per_layer")
@@ -107,11 +108,13 @@ def test_bfloat16_tokens_and_chunked_mixed_prefill(qwen3: Path, tmp_path: Path) 
         assert summary["batches"]["skipped"]["inconsistent"] == 0
 
 
+@pytest.mark.night
 def test_grouped_routing_and_shared_experts_are_balanced_too(glm4: Path, tmp_path: Path) -> None:
     with serve(glm4, tmp_path, "--slots", "3") as server:
         check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
 
 
+@pytest.mark.night
 def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Path) -> None:
     with serve(qwen3, tmp_path, "--policy", "off") as server:
         assert len(generate(server.url, server.model, PROMPTS, 4, concurrency=4)) == len(PROMPTS)
@@ -151,6 +154,7 @@ def test_what_cannot_be_balanced_stops_the_server(qwen3: Path, tmp_path: Path) -
     until(lambda: not run_paths(server), 30.0)
 
 
+@pytest.mark.night
 def test_what_cannot_be_balanced_serves_plainly_on_request(qwen3: Path, tmp_path: Path) -> None:
     with serve(qwen3, tmp_path, *UNSUPPORTED, "--on-unsupported", "off") as server:
         assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4

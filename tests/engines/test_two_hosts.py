@@ -11,7 +11,7 @@ from tests.support.tiny_models import tiny_qwen3
 from ultraep_lab.demo.balanced_server import expert_parallel_flags
 from ultraep_serve.system.machine import free_port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.night]
 
 
 def flags_of(engine: str, hosts: Hosts) -> tuple[list[str], list[str]]:

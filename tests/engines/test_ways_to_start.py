@@ -62,10 +62,8 @@ def is_removed(run_path: Path) -> bool:
     return not run_path.exists()
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=pytest.mark.night if way == "ray_serve" else ()) for way in PROGRAMS],
-)
+@pytest.mark.night
+@pytest.mark.parametrize("way", PROGRAMS)
 def test_a_program_of_ones_own(way: str, qwen3: Path, tmp_path: Path) -> None:
     check_program(way, PROGRAMS[way], qwen3, tmp_path)
 
@@ -126,6 +124,7 @@ class TestServer:
         answer = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
         assert json.loads(answer.stdout)["imbalance"]["before"]["max"] > 1.3
 
+    @pytest.mark.night
     def test_another_run_beside_it_does_not_mix(
         self, server: UnmodifiedServer, qwen3: Path, tmp_path: Path
     ) -> None:
@@ -152,18 +151,19 @@ class TestServer:
 
 
 @pytest.mark.parametrize(
-    ("setting", "flags", "reason"),
+    ("setting", "reason"),
     [
-        ({}, [], "there is nothing to balance on one rank; add --enable-expert-parallel"),
-        ({"slots": "two"}, [], "slots = 'two' must be a whole number"),
+        pytest.param({}, "there is nothing to balance on one rank; add --enable-expert-parallel",
+                     marks=pytest.mark.night),  # when the model is loaded
+        ({"slots": "two"}, "slots = 'two' must be a whole number"),
     ],
-)
+)  # fmt: skip
 def test_vllm_refuses_and_says_the_reason_last(
-    qwen3: Path, setting: dict[str, Any], flags: list[str], reason: str
+    qwen3: Path, setting: dict[str, Any], reason: str
 ) -> None:
     need("vllm")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(qwen3)]
-    command += [*flags, *VLLM_FLAGS[1:], "--port", "0"]
+    command += [*VLLM_FLAGS[1:], "--port", "0"]
     command += ["--additional-config", json.dumps({"ultraep": setting})]
     alone = {**environment("vllm"), "VLLM_CPU_OMP_THREADS_BIND": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=alone)
