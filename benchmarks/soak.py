@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import harness
 import httpx
 from served import add_server_flags, model, serve
 
-from tests.support.endurance import Footprint
 from ultraep_lab.bench.greedy_tokens import Generation, generate
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
@@ -34,6 +33,23 @@ CLIENTS = 4
 MAX_TOKENS = 16
 LEFT_PART = 0.2  # of the requests are given up by their client
 PAUSE_SECONDS = 0.5  # between the requests of a client, on average
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a process holds."""
+
+    resident_kibibytes: int
+    mappings: int
+    descriptors: int
+
+    @classmethod
+    def of(cls, process: int) -> "Footprint":
+        """Of the process with this number, as this process sees it."""
+        about = Path(f"/proc/{process}")
+        resident = int((about / "status").read_text().split("VmRSS:")[1].split()[0])
+        mappings = len((about / "maps").read_text().splitlines())
+        return cls(resident, mappings, len(os.listdir(about / "fd")))
 
 
 def main() -> int:

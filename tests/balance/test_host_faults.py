@@ -42,7 +42,7 @@ GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
 class Fault:
     """What befalls the last rank, and when."""
 
-    name: str  # of a signal, or "cut": the link between the hosts
+    name: str  # of a signal; "pause", of less than the timeout; or "cut", the link between hosts
     when: Stage | str  # the stage that has just ended; or "load", "stop"
 
     def strike(self, run_path: Path, hosts: Hosts | None) -> None:
@@ -51,11 +51,11 @@ class Fault:
             assert hosts is not None
             hosts.cut()
             return
-        if self.name == "SIGSTOP":
-            wake = f"sleep {8 * TIMEOUT}; kill -CONT {os.getpid()}"
+        if self.name in ("SIGSTOP", "pause"):
+            seconds = TIMEOUT * (8 if self.name == "SIGSTOP" else 0.25)
             # Not a fork: the child of a process with threads may wait for ever for one's lock.
-            subprocess.Popen(["sh", "-c", wake])
-        os.kill(os.getpid(), signal.Signals[self.name])
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.Signals["SIGSTOP" if self.name == "pause" else self.name])
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
         joined.end_loading(logging.getLogger(__name__))
         ids = torch.tensor([[0, 2 * (num_ranks - size)]], dtype=torch.int32).repeat(64, 1)
         for batch in count():
-            if batch == LAST and fault.when == "stop":
-                if is_victim:
+            if batch == LAST and (fault.when == "stop" or fault.name == "pause"):
+                if is_victim and fault.when == "stop":
                     strike()
                 return "stopped"
             _Struck.batch = -1 if fault.when == "stop" else batch
@@ -151,6 +151,12 @@ def suffer(fault: Fault, hosts: Hosts | None) -> Ended:
 
 SIGNALS = ["SIGKILL", "SIGSEGV", "SIGSTOP"]
 WHENS = ["load", Stage.COUNT, Stage.REROUTE, Stage.WAIT]
+ON_ONE_HOST = [
+    *(Fault(name, "load") for name in SIGNALS),
+    *(Fault("SIGSEGV", stage) for stage in Stage),
+    Fault("SIGSTOP", Stage.WAIT),
+]
+PAUSE = Fault("pause", Stage.WAIT)
 AT_ONCE = 4  # groups, which mostly wait
 
 
@@ -173,8 +179,7 @@ def ended() -> Iterator[Callable[[Fault, bool], Ended]]:
 
         pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
         found = {(fault, True): pool.submit(suffer_apart, fault) for fault in apart}
-        for name in SIGNALS:
-            fault = Fault(name, "load")
+        for fault in (*ON_ONE_HOST, PAUSE):
             found[fault, False] = pool.submit(suffer, fault, None)
         yield lambda fault, two_hosts: found[fault, two_hosts].result()
 
@@ -206,12 +211,15 @@ def test_another_hosts_fault_ends_this_one(
     check_ended(fault, ended(fault, True))
 
 
-@pytest.mark.parametrize("name", SIGNALS)
-def test_a_rank_that_does_not_finish_loading_ends_the_others(
-    ended: Callable[[Fault, bool], Ended], name: str
+@pytest.mark.parametrize("fault", ON_ONE_HOST, ids=str)
+def test_a_rank_that_is_lost_in_any_stage_ends_the_others(
+    ended: Callable[[Fault, bool], Ended], fault: Fault
 ) -> None:
-    fault = Fault(name, "load")
     check_ended(fault, ended(fault, False))
+
+
+def test_a_rank_that_stops_for_less_is_waited_for(ended: Callable[[Fault, bool], Ended]) -> None:
+    assert [outcome.value for outcome in ended(PAUSE, False).outcomes] == ["stopped"] * 2
 
 
 @pytest.mark.parametrize("name", [*SIGNALS, "cut"])

@@ -11,14 +11,13 @@ import io
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import numpy as np
 
-from tests.fuzz.http_target import http_target
 from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
 from ultraep_lab.engine_recordings import from_vllm
@@ -285,20 +284,6 @@ def _run_file_seeds(_: Path) -> list[bytes]:
     return [b"\0" + BalanceConfig().to_json().encode(), b"\1rank 1", b"\2no experts", b"\3"]
 
 
-def _requests() -> Iterator[bytes]:
-    bearer = "Authorization: Bearer open-sesame\r\nContent-Type: application/json\r\n"
-    for path in (
-        "/healthz", "/readyz", "/metrics", "/v1/balance?since_ns=3&policy=off",
-        "/v1/balance/layers/0", "/v1/balance/history", "/v1/config",
-        "/v1/nope",
-    ):  # fmt: skip
-        yield f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
-    body = '{"policy": "off"}'
-    head = f"POST /v1/control/policy HTTP/1.1\r\nHost: a\r\n{bearer}"
-    yield f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
-    yield b"POST /v1/control/policy HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na"
-
-
 TARGETS = {
     "rings": Target(_rings, _ring_seeds, 121, 3),
     "figures": Target(_figures, _ring_seeds, 121, 2),
@@ -309,5 +294,4 @@ TARGETS = {
     "settings-yaml": Target(_files_of_settings, lambda _: [b"slots: 2\npolicy: off\n"], 256, 2),
     "run-files": Target(_run_files, _run_file_seeds, 512, 2),
     "answers": Target(_answers, _json_seeds, 512, 3),
-    "http": Target(http_target, lambda _: list(_requests()), 1024, 3),
 }

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.check import CORPUS
 from tests.fuzz.targets import TARGETS
 
-SLOW = {"figures": 30, "http": 40, "rings": 200}  # inputs; of others 1500
+SLOW = {"figures": 30, "rings": 200}  # inputs; of others 1500
 FOUND = {
     "configs": [
         b'\0{"speeds": "\\ud800"}',  # half of a character

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +112,3 @@ def test_unknown_policies_are_named(
     monkeypatch.setattr(own, "offered", lambda: ["offered"])
     with pytest.raises(ConfigError, match=problem):
         policy_function(name)
-
-
-def test_a_package_offers_a_policy(at_docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sys.path.insert(0, str(at_docs / "docs" / "examples"))
-    point = EntryPoint("packaged", "halve:halve", own.ENTRY_POINTS)
-    monkeypatch.setattr(own, "entry_points", lambda **_: [point])
-    made = api.plan(LOADS, slots=1, policy="packaged")
-    assert made.imbalance_after < made.imbalance_before
-
-
-def test_plans_need_what_they_are_of() -> None:
-    with pytest.raises(ConfigError, match="need ranks"):
-        api.plan([1, 2])

@@ -113,13 +113,6 @@ def test_prompts_differ_from_the_first_token_on(fake: FakeDeployment) -> None:
     assert {len(words) for words in prompts} == {64}
 
 
-def test_balance_is_asked_for_the_measured_quota_batches(fake: FakeDeployment) -> None:
-    run(fake)
-    (query,) = fake.queries
-    assert query["policy"] == "quota"
-    assert int(query["since_ns"]) > 1_600_000_000 * 10**9  # wall clock, not a boot clock
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_every_variant_has_every_place_and_predecessor_equally_often(count: int) -> None:
     orders = balanced_orders(list("abcde"[:count]))
@@ -129,34 +122,6 @@ def test_every_variant_has_every_place_and_predecessor_equally_often(count: int)
     followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(followed) == count * (count - 1)
     assert len(set(followed.values())) <= 1
-
-
-@pytest.mark.parametrize(
-    ("policies", "known"),
-    [
-        ("off", set()),
-        ("off,quota", {"speedup"}),
-        ("ideal,quota", {"efficiency"}),
-        ("off,ideal", set()),
-        ("off,quota,ideal", {"speedup", "efficiency", "recovered"}),
-    ],
-)
-def test_any_subset_of_policies(
-    fake: FakeDeployment, tmp_path: Path, policies: str, known: set[str]
-) -> None:
-    document = measured(fake, tmp_path / "result.json", "--policies", policies)
-    (row,) = document["rows"]
-    assert set(row["ttft_seconds"]) == set(policies.split(","))
-    figures = ("speedup", "efficiency", "recovered")
-    assert {name for name in figures if row[name] is not None} == known
-    assert (document["imbalance"] is not None) == ("quota" in policies)
-
-
-def test_server_without_tokenizer_endpoint(fake: FakeDeployment, tmp_path: Path) -> None:
-    fake.tokenizes = False
-    (row,) = measured(fake, tmp_path / "result.json", "--prompt-tokens", "200")["rows"]
-    assert row["requested_tokens"] == 200
-    assert row["prompt_tokens"] == pytest.approx(200, rel=0.2)  # counted by the server
 
 
 def test_text_file_is_what_is_sent(fake: FakeDeployment, tmp_path: Path) -> None:

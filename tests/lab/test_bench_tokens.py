@@ -43,12 +43,6 @@ def test_a_second_run_finds_nothing_in_the_prefix_cache(fake: FakeDeployment) ->
     assert len(set(fake.salts) - {None}) == 2
 
 
-def test_generation_refused(fake: FakeDeployment) -> None:
-    fake.hidden_context = 3
-    with pytest.raises(BenchError, match="maximum context length is 3"):
-        generate(fake.url, "fake/model", ["one", "one two three four"], 2, 2)
-
-
 def test_comparison_stops_at_the_first_difference() -> None:
     ended = made([1], [0.0])  # earlier than in the first run
     first = [made([1, 2, 3], [-1.0, -1.0, -1.0]), made([1, 2], [-1.0, None]), made([1, 2], [0, 0])]
@@ -62,13 +56,6 @@ def test_comparison_stops_at_the_first_difference() -> None:
         compare_tokens([], [ended])
 
 
-def test_ids_decide_where_texts_agree() -> None:
-    comparison = compare_tokens([made([7], [0.0])], [made([8], [0.0])])
-    assert comparison.identical == 0
-    texts = [Generation(None, ("x",), (0.0,))]
-    assert compare_tokens(texts, [made([8], [0.0])]).identical == 1
-
-
 def bench_document(**ttft: float) -> dict[str, Any]:
     row = {"prompt_tokens": 4096, "ttft_seconds": ttft, "efficiency": 0.9, "recovered": 0.8}
     imbalance = {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}}
@@ -80,22 +67,6 @@ def shown(report: dict[str, Any]) -> str:
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(demo_view(report))
     return console.export_text()
-
-
-def test_the_demo_serves_what_this_cpu_computes_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    from ultraep_lab.demo import models
-
-    for slow, chosen in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
-        now, product = [0.0], torch.Tensor.__matmul__
-
-        def timed(left: object, right: object, slow: object = slow, now: list[float] = now) -> None:
-            now[0] += 10.0 if left.dtype is slow else 1.0
-
-        monkeypatch.setattr(torch.Tensor, "__matmul__", timed)
-        monkeypatch.setattr(models.time, "perf_counter", lambda now=now: now[0])
-        assert models.served_type() == chosen
-        monkeypatch.setattr(torch.Tensor, "__matmul__", product)
 
 
 def test_demo_view_tells_gain_and_token_check() -> None:
@@ -117,13 +88,6 @@ def test_demo_view_tells_gain_and_token_check() -> None:
     ):
         assert words in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-
-
-def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
-    document = bench_document(off=2.0, quota=1.25) | {"imbalance": None}
-    text = shown(demo_report(document, {"dtype": "bfloat16", "prompts": 64, "identical": 60}))
-    assert "✘ 60 of 64" in text
-    assert "no batch was balanced" in text
 
 
 @pytest.mark.parametrize(

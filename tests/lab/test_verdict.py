@@ -13,7 +13,7 @@ from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import save_trace
 from ultraep_lab.trace import LoadTrace, Trace
-from ultraep_lab.verdict import Verdict, chosen, judge, words
+from ultraep_lab.verdict import Verdict, judge, words
 from ultraep_serve.cli import execute
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
@@ -50,17 +50,6 @@ def test_a_plan_that_does_not_pay_is_not() -> None:
     assert (found.balanced_share, found.imbalance_after) == (0.0, 2.0)
     assert found.on_seconds == pytest.approx(610e-6)  # loads are exchanged even so
     assert "moving experts takes as long as it saves; from about 511" in words([found], 4)[0]
-
-
-def test_what_is_balanced_already_is_left_alone() -> None:
-    found = verdict_of(np.full((1, 1, 2, 4), 100), costs(5e-5))
-    assert found.min_assignments is None
-    assert words([found], 4)[0].startswith("Leave it off: an imbalance of 1.00 leaves little")
-
-
-def test_the_fewest_slots_that_gain_as_much_are_chosen() -> None:
-    found = [verdict_of(LOADS, costs(5e-5), slots) for slots in (1, 2)]
-    assert chosen(found).slots == 1
 
 
 def test_replay_ends_with_it(tmp_path: Path, capsys: Any) -> None:

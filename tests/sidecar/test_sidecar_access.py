@@ -51,17 +51,6 @@ def test_nothing_is_read_of_who_may_not_change_anything(
     assert (answer.status_code, answer.json().keys()) == (wanted, {"detail"})
 
 
-def test_a_body_up_to_the_limit_is_accepted(
-    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
-) -> None:
-    engine = ControlPage.create(tmp_path, Policy.QUOTA)
-    body = b'{"policy": "off"}'.ljust(LIMIT)
-    headers = {**BEARER, "Content-Type": "application/json"}
-    answer = client.post("/v1/control/policy", content=body, headers=headers)
-    assert (answer.status_code, engine.policy) == (200, Policy.OFF)
-    engine.close()
-
-
 def test_whatever_reads_a_body_needs_the_token(tmp_path: Path, client: TestClient) -> None:
     routes = [r for r in create_app(tmp_path, TOKEN).routes if isinstance(r, APIRoute)]
     changing = [route for route in routes if route.body_field or route.methods - {"GET"}]

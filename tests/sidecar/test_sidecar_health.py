@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.ring_files import create, put
+from tests.support.ring_files import create
 from tests.support.rings import SyntheticRun, planned_run
 from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
 from tests.support.waiting import until
@@ -57,23 +57,6 @@ def test_ready_only_when_every_rank_is(
     assert [rank["alive"] for rank in ranks] == [True, False, False, True]
     assert (ranks[0]["pid"], ranks[0]["lost"], ranks[0]["missed"]) == (os.getpid(), 0, 0)
     assert 0 <= ranks[0]["last_batch_age_seconds"] < 60
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "truncated"),
-        (bytes(9000), "not a ring"),
-        (b"UEPRING\x01" + bytes(9000), "schema version"),
-    ],
-)
-def test_a_ring_that_is_overwritten_is_told(
-    tmp_path: Path, planned_run: SyntheticRun, client: TestClient, content: bytes, reason: str
-) -> None:
-    put(RunFiles(tmp_path).ring(1), content)
-    assert reason in reasons(client)["1"]
-    rank = client.get("/v1/balance").json()["ranks"][1]
-    assert (rank["state"], rank["alive"]) == ("missing", False)
 
 
 def test_an_engine_that_comes_back_is_followed(tmp_path: Path, client: TestClient) -> None:
@@ -224,15 +207,3 @@ def test_the_thread_that_polls_survives_errors(
         assert thrice.wait(60)
         assert client.get("/healthz").status_code == 200
     assert sum("Too many open files" in record.getMessage() for record in caplog.records) == 1
-
-
-def test_polls_survive_a_process_without_descriptors(
-    tmp_path: Path, skewed_run: SkewedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = RunStore(tmp_path)
-    store.poll()
-    with monkeypatch.context() as patches:
-        patches.setattr("os.open", fail)
-        patches.setattr("os.listdir", fail)
-        assert store.poll().readable is not None
-    assert store.poll().problems == {}

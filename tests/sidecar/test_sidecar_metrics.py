@@ -1,14 +1,10 @@
 """Metrics, as Prometheus scrapes them."""
 
-from pathlib import Path
-
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.ring_files import create, planned
 from tests.support.sidecar_runs import SkewedRun, samples
-from ultraep_serve.telemetry.ring import RingState
-from ultraep_serve.types import Decision, ExpertShape
+from ultraep_serve.types import Decision
 
 
 def test_metrics_are_what_was_counted(skewed_run: SkewedRun, client: TestClient) -> None:
@@ -40,27 +36,6 @@ def test_metrics_are_what_was_counted(skewed_run: SkewedRun, client: TestClient)
     assert found["ultraep_estimated_saved_seconds_total"] == pytest.approx(4e-6)
     # 5 stages on the busiest rank and the exchange, 1 us each, in 4 records
     assert found["ultraep_estimated_spent_seconds_total"] == pytest.approx(24e-6)
-
-
-def test_the_histogram_survives_a_change_of_primary_rank(
-    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
-) -> None:
-    skewed_run.batch(0)
-    assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=after"] == 2
-    skewed_run.recorders[0].set_state(RingState.FAILED)  # rank 1 is the primary one from now on
-    assert client.get("/v1/balance").json()["window_records"] == 2
-    skewed_run.batch(1)
-    assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=after"] == 4
-
-
-def test_a_clock_that_is_set_counts_nothing_twice(tmp_path: Path, client: TestClient) -> None:
-    recorder = create(tmp_path, shape=ExpertShape(1, 4, 1), num_layers=1)
-    for number, hour in enumerate((5, 4, 7, 6)):
-        record = planned(number, load_before=[9], load_after=[9], slot_expert=-1)
-        recorder.record(record, hour * 3600 * 10**9)
-        found = samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=before"]
-        assert found == number + 1
-    recorder.close()
 
 
 def test_openmetrics_where_the_scraper_asks_for_it(

@@ -42,33 +42,6 @@ def test_all_layers_of_all_stages_are_shown(stages: list[SyntheticRun], client: 
     assert sum(newest["layers"].values()) == sum(LAYERS)
 
 
-def test_a_rank_has_the_assignments_of_its_own_stage(
-    stages: list[SyntheticRun], client: TestClient
-) -> None:
-    balance = client.get("/v1/balance").json()
-    by_rank = [rank["assignments"] for rank in balance["ranks"]]
-    first = 0
-    for number, layers in enumerate(LAYERS):
-        own = by_rank[2 * number : 2 * number + 2]
-        of_layers = [
-            client.get(f"/v1/balance/layers/{layer}").json()["ranks"]
-            for layer in range(first, first + layers)
-        ]
-        first += layers
-        for when in ("before", "after"):
-            expected = [sum(rank[when] for rank in ranks) for ranks in zip(*of_layers, strict=True)]
-            assert [rank[when] for rank in own] == expected
-        assert {rank["mean"] for rank in own} == {sum(rank["before"] for rank in own) / 2}
-
-
-def test_replicas_of_a_later_stage_are_explained_by_its_own_ranks(
-    stages: list[SyntheticRun], client: TestClient
-) -> None:
-    plan = client.get(f"/v1/balance/layers/{sum(LAYERS) - 1}").json()["last"]
-    assert len(plan["stage_seconds"]) == SHAPE.num_ranks
-    assert all(times["plan"] > 0 for times in plan["stage_seconds"])
-
-
 def test_a_host_shows_the_stages_it_has(tmp_path: Path, client: TestClient) -> None:
     run = SyntheticRun(tmp_path, SHAPE, LAYERS[1], pipeline=PipelineStage(1, 2))
     run.batch()

@@ -15,7 +15,7 @@ from ultraep_serve.sidecar.statistics import (
     summarise,
 )
 from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.sidecar.window import StageWindow, imbalances
+from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -61,11 +61,6 @@ def write_all(
             slot_expert=np.array([[-1], [layer]]),
             speed=speed,
         )
-
-
-def test_imbalances_agree_with_the_definition() -> None:
-    loads = np.array([[4, 0], [3, 3], [0, 0], [1, 2]])
-    assert imbalances(loads).tolist() == [imbalance(row) for row in loads]
 
 
 def test_a_summary_by_hand(recorders: Any) -> None:

@@ -87,11 +87,3 @@ def test_rows_are_bounded_and_the_newest_stay(ranks: Ranks) -> None:
             assert window.rows["batch"].tolist() == list(range(max(0, batch - 9), batch + 1))
             assert len(window.rows["batch"].base) <= 64
     assert not len(before)  # what was given out stays as it was
-
-
-def test_large_rows_are_few(tmp_path: Path) -> None:
-    shape = ExpertShape(num_ranks=512, num_logical_experts=4096, num_replica_slots=8)
-    recorder = create(tmp_path, shape=shape, ring_records=1)
-    window = StageWindow(RingReader(RunFiles(tmp_path).ring(0)).header(), 0)
-    assert window._max_rows * (512 * (8 + 8 + 7 * 4) + 4096 * 4) <= 64 << 20
-    recorder.close()

@@ -30,7 +30,6 @@ class FakeDeployment:
     allow_ideal: bool = True
     context: int | None = 4096  # as /v1/models says
     hidden_context: int | None = None  # as only a refused request says
-    tokenizes: bool = True
     one_token: bool = False  # a tokenizer that knows no word
     fail_after: int | None = None  # completions until the stream breaks off with an error
     doubt: str = ""  # why balancing has switched itself off
@@ -40,7 +39,6 @@ class FakeDeployment:
     )
     prompts: list[tuple[str, str]] = field(default_factory=list)  # (policy, prompt)
     salts: list[str | None] = field(default_factory=list)  # of completions
-    queries: list[dict[str, str]] = field(default_factory=list)  # of /v1/balance
     policies_set: list[str] = field(default_factory=list)
     url: str = ""
     sidecar_url: str = ""
@@ -64,8 +62,6 @@ def engine_app(fake: FakeDeployment) -> FastAPI:
 
     @app.post("/tokenize")
     async def count(request: Request) -> JSONResponse:
-        if not fake.tokenizes:
-            return JSONResponse({"detail": "Not Found"}, 404)
         words = tokenize((await request.json())["prompt"])
         ids = [3] * len(words) if fake.one_token else [hash(word) for word in words]
         return JSONResponse({"count": len(words), "tokens": ids})
@@ -135,8 +131,7 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
         return JSONResponse({"policy": policy})
 
     @app.get("/v1/balance")
-    async def balance(request: Request) -> dict[str, Any]:
-        fake.queries.append(dict(request.query_params))
+    async def balance() -> dict[str, Any]:
         records = sum(policy == "quota" for policy, _ in fake.prompts)
         layer = {"layer": 0, "records": records, "imbalance": IMBALANCE}
         return {

@@ -28,7 +28,6 @@ from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbalance
@@ -55,7 +54,6 @@ class RandomBatches:
     bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
     pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
-    mortal: bool = False  # losing a rank ends the run, and is reported instead of raised
     seed: int = 0
 
     @property
@@ -78,7 +76,6 @@ class StressReport:
     strays: int = 0  # copies outside of their master's domain
     bytes_sent: int = 0
     seconds: float = 0.0
-    lost: str = ""  # what ended the run of a mortal group
 
     def counts(self) -> dict[str, int]:
         """Layers (batches, where none of their layers was looked at) by decision."""
@@ -133,13 +130,8 @@ def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressRepor
     """Run all batches as ``rank``; meets the other ranks in ``run_path``."""
     runner = _Runner(rank, run_path, batches)
     started = time.perf_counter()
-    try:
-        for batch in range(batches.num_batches):
-            runner.run_batch(batch)
-    except PeerTimeoutError as error:
-        if not batches.mortal:
-            raise
-        runner.report.lost = str(error)
+    for batch in range(batches.num_batches):
+        runner.run_batch(batch)
     runner.report.seconds = time.perf_counter() - started
     return runner.report
 
@@ -230,8 +222,8 @@ class _Runner:
             outputs.append(self._run_layer(layer, given, sizes, private))
             inputs.append(given)
             turn = (batch * num_layers + layer) % self._shape.num_ranks
-            mine = turn == self._rank or self._batches.mortal  # the dead compare nothing
-            checked.append(mine and self._recorder.decision is not Decision.FORCED)
+            is_mine = turn == self._rank
+            checked.append(is_mine and self._recorder.decision is not Decision.FORCED)
         totals = self._mail.sum(torch.stack(outputs))
         for layer, given in enumerate(inputs):
             if checked[layer]:
