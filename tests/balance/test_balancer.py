@@ -17,7 +17,6 @@ from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
@@ -104,15 +103,6 @@ def even(tokens: int = 64) -> torch.Tensor:
     return (torch.arange(tokens * 2, dtype=torch.int32) % 8).view(tokens, 2)
 
 
-def test_identity_puts_masters_before_slots() -> None:
-    rig = Rig()
-    ids = torch.tensor([[0, 3], [4, 7], [-1, 8], [-2, 1 << 30]])
-    expected = torch.tensor([[0, 3], [5, 8], [-1, -1], [-1, -1]], dtype=torch.int32)
-    assert torch.equal(rig.balancer.identity(ids), expected)
-    assert identity_table(8, 2, 1).tolist() == [0, 1, 2, 3, 5, 6, 7, 8, -1]
-    assert identity_table(5, 2, 0).tolist() == [0, 1, 2, 3, 4, -1]  # 3 experts, then 2
-
-
 def test_a_skewed_batch_is_planned_replicated_and_rerouted() -> None:
     rig = Rig()
     ids = skewed()
@@ -164,31 +154,6 @@ def test_balanced_layers_are_left_alone() -> None:
     assert rig.fabric.streams == 0
 
 
-def test_the_source_of_speeds_holds_from_the_next_batch_on() -> None:
-    rig = Rig(speeds="1.0,0.5")
-    for source, layer, expected in (
-        (SpeedSource.CONFIGURED, 0, [112, 56]),
-        (SpeedSource.EQUAL, 1, [112, 56]),
-        (SpeedSource.EQUAL, 0, [84, 84]),
-        (SpeedSource.AUTO, 0, [84, 84]),  # nothing was measured
-    ):
-        rig.notes.speeds = source
-        rig.route(skewed(96), layer)
-        assert rig.notes.records[-1].load_after.tolist() == expected
-
-
-def test_ideal_gives_ranks_what_their_speeds_say() -> None:
-    rig = Rig(allow_ideal=True, speeds="1.0,0.25")
-    rig.notes.policy = Policy.IDEAL
-    ids = skewed(1000)
-    physical = rig.route(ids)
-    assert torch.equal(physical < 0, ids < 0)
-    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
-    assert by_rank.sum() == rig.notes.records[-1].load_before.sum() == 1750
-    assert abs(by_rank - torch.tensor([1400, 350])).max() <= 2
-    assert rig.notes.records[-1].load_after.tolist() == [1400, 350]
-
-
 def test_speeds_that_ranks_measure_reach_the_plan() -> None:
     """Rank 1 publishes three times rank 0's time per assignment."""
     rig = Rig(costs=replace(costs(0), per_assignment=10**8), speeds="auto")
@@ -211,14 +176,6 @@ def test_speeds_that_ranks_measure_reach_the_plan() -> None:
     speeds = rig.notes.records[-1].speed
     assert speeds.tolist() == [1024, 352]  # 341 in steps of a thirty-second
     assert rig.notes.records[-1].load_after == pytest.approx([2001, 687], rel=0.01)
-
-
-def test_without_slots_nothing_is_planned() -> None:
-    rig = Rig()
-    rig.balancer._context = PlanContext.of(ExpertShape(2, 8, 0))
-    rig.route(skewed())
-    assert rig.decision is Decision.UNPROFITABLE
-    assert rig.fabric.streams == 0
 
 
 @pytest.mark.parametrize("num_experts", [256, 250])

@@ -91,17 +91,6 @@ def test_a_rank_that_ends_half_way_leaves_no_descriptors(run_path: Path) -> None
     assert open_descriptors() == before
 
 
-def test_a_directory_may_have_a_long_name(tmp_path: Path) -> None:
-    (folder := tmp_path / ("long" * 40)).mkdir()
-    run_ranks(swap_memory, 2, 2, folder, 1)
-    assert list(folder.iterdir()) == []
-
-
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FabricError, match="cannot listen"):
-        SocketRendezvous(tmp_path / "gone", 0, range(2), 5.0).swap(b"", [])
-
-
 def test_where_proc_is_not_mounted_the_error_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,18 +132,6 @@ def test_other_ranks_write_where_region_offsets_say(pool: SlotPool, driver: Host
     theirs.close()
 
 
-def test_small_tensors_share_memory_instead_of_filling_units(pool: SlotPool) -> None:
-    for seed in range(40):
-        adopt(pool, seed, ("scales", "bias", "scalar"))
-    assert len(pool.regions) == 1  # 16 units hold what would have taken 120
-
-
-def test_layers_of_different_sizes_get_regions_of_their_own(pool: SlotPool) -> None:
-    one, other = adopt(pool, 0, ("weight", "fp8")), adopt(pool, 1, ("padded", "fp8"))
-    assert one.region_offsets[0] != other.region_offsets[0]
-    assert one.region_offsets[1] == other.region_offsets[1]
-
-
 def test_memory_is_never_needed_twice(pool: SlotPool, driver: HostDriver) -> None:
     layers = [tensors(seed, ("weight",) * 4) for seed in range(5)]
     master_bytes = layers[0][0].nbytes
@@ -184,24 +172,6 @@ def test_experts_may_be_laid_out_in_any_order_inside(pool: SlotPool) -> None:
     assert torch.equal(alias[:MASTERS], expected)
     alias[MASTERS:] = 1
     assert torch.equal(alias[:MASTERS], expected)
-
-
-def test_a_single_master_may_have_any_stride(pool: SlotPool) -> None:
-    master = torch.arange(12.0).as_strided((1, 3, 4), (1, 4, 1))
-    layer = pool.adopt([master])
-    assert layer.expert_bytes.tolist() == [48]
-    assert layer.tensors[0].stride() == (12, 4, 1)
-
-
-def test_chunks_cover_every_byte_once() -> None:
-    driver = HostDriver()
-    pool = SlotPool(driver, SLOTS, 1000)
-    layer = pool.adopt(tensors(0))
-    for index, size in enumerate(layer.expert_bytes.tolist()):
-        mine = layer.chunks[layer.chunks[:, 0] == index]
-        assert mine[:, 1].tolist() == list(range(0, size, 1000))
-        assert mine[:, 2].sum() == size
-    pool.close()
 
 
 def test_without_slots_nothing_moves() -> None:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
-from ultraep_kernels.host.speeds import follow
 
 from ultraep_serve.balance.speeds import (
     RankSpeeds,
@@ -94,18 +93,6 @@ def test_a_straggler_is_found_through_noise_and_does_not_oscillate(slower: float
     assert (used[:, [0, 2, 3]] == FULL_SPEED).all()
 
 
-def test_batches_that_something_disturbs_change_nothing() -> None:
-    """On one rank every third batch takes longer, some twice as long; it is not slower itself."""
-    quiet = noise(4, 2, relative=0.03)
-
-    def disturbed(batch: int, layer: int) -> NDArray[np.float64]:
-        rng = np.random.default_rng((5, batch))
-        longer = rng.exponential(0.5) if rng.random() < 1 / 3 else 0.0
-        return quiet(batch, layer) * np.array([1.0 + longer, 1.0])
-
-    assert (serve(disturbed, 1000) == FULL_SPEED).all()
-
-
 def test_what_a_rank_was_given_does_not_make_it_slow() -> None:
     """Little work shows a layer's fixed time most; equal ranks must still count as equal."""
 
@@ -124,29 +111,6 @@ def test_speeds_follow_a_rank_that_slows_down_and_recovers() -> None:
     assert (used[50 + TO_SETTLE : 110] == [FULL_SPEED, FULL_SPEED // 2]).all()
     assert (used[110 + TO_SETTLE :] == FULL_SPEED).all()
     assert abs(np.diff(used[:, 1])).max() <= FULL_SPEED // 4
-
-
-def test_batches_in_which_experts_have_few_rows_do_not_count() -> None:
-    """Another kernel may compute them, in twice the time on all ranks."""
-
-    def load(batch: int, speeds: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.full(speeds.size, 300 if batch % 11 < 8 else 4000)
-
-    quiet = noise(6, 2, relative=0.03)
-
-    def disturbed(batch: int, layer: int) -> NDArray[np.float64]:
-        kernel = 2.0 if batch % 11 < 8 else 1.0
-        return quiet(batch, layer) * kernel * np.array([1.0 + (batch % 11 == 9), 1.0])
-
-    assert (serve(disturbed, 300, load) == FULL_SPEED).all()
-
-
-def test_all_ranks_keep_theirs_until_every_one_has_measured() -> None:
-    speeds = np.full(3, FULL_SPEED)
-    assert follow(np.array([100, 0, 200]), speeds) is speeds
-    for _ in range(9):
-        speeds = follow(np.array([100, 100, 10**9]), speeds)
-    assert speeds.tolist() == [FULL_SPEED, FULL_SPEED, FULL_SPEED // 8]
 
 
 def test_fixed_speeds_are_relative_to_the_largest() -> None:

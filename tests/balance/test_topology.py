@@ -16,19 +16,10 @@ from ultraep_serve.engines.common import rendezvous as locating
 from ultraep_serve.engines.common.group import make_backend
 from ultraep_serve.engines.common.rendezvous import find_location
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.system.topology import Location, domain_of, host_identity, locate
+from ultraep_serve.system.topology import Location, domain_of, locate
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import ExpertShape, TokenView
-
-
-def test_the_last_domain_may_be_smaller() -> None:
-    assert [domain_of(rank, 5, 2) for rank in range(5)] == [
-        *[range(0, 2)] * 2,
-        *[range(2, 4)] * 2,
-        range(4, 5),
-    ]
-    assert domain_of(3, 5) == domain_of(3, 5, 72) == range(5)
 
 
 def test_a_host_is_a_domain_unless_it_is_divided() -> None:
@@ -73,18 +64,6 @@ def test_what_forms_no_domains_is_refused_with_the_remedy(
     with pytest.raises(UnsupportedError, match=message) as refusal:
         locate(0, hosts, domain_size)
     assert "set on_unsupported to off" in str(refusal.value)
-
-
-def test_run_directories_tell_hosts_apart(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
-    (tmp_path / "link").symlink_to(first)
-    before = host_identity(first)
-    (first / "file").touch()
-    assert host_identity(first) == before == host_identity(tmp_path / "link")
-    assert before != host_identity(second)
-    assert 0 <= before < 1 << 63
 
 
 def find(rank: int, run_path: Path, host_size: int, config: BalanceConfig) -> Location:

@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import multiprocessing
 import os
-from multiprocessing.queues import Queue
 from pathlib import Path
 
 import pytest
@@ -21,9 +19,6 @@ from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.system.environment import (
     CONFIG_VARIABLE,
     child_environment,
-    claim_first_process,
-    control_token_from_environment,
-    first_process,
     share_with_ray_workers,
 )
 from ultraep_serve.types import Policy
@@ -77,13 +72,6 @@ def test_what_the_operator_set_wins_over_defaults(monkeypatch: pytest.MonkeyPatc
     assert environment["NOT_SET"] == "default"
 
 
-def test_the_control_token_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ULTRAEP_CONTROL_TOKEN", "")
-    assert control_token_from_environment() is None
-    monkeypatch.setenv("ULTRAEP_CONTROL_TOKEN", "secret")
-    assert control_token_from_environment() == "secret"
-
-
 def test_settings_come_from_the_engines_own_configuration_or_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,27 +88,6 @@ def test_settings_come_from_the_engines_own_configuration_or_the_environment(
     assert BalanceConfig.chosen(given, "given") == chosen
     with pytest.raises(ConfigError, match=f"given and the variable {CONFIG_VARIABLE}.* slots"):
         BalanceConfig.chosen({**given, "slots": 2}, "given")
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"slotz": 1}, "unknown setting 'slotz'; choose from policy, slots"),
-        ({"slots": "two"}, "slots = 'two' must be a whole number"),
-        ({"speeds": 1}, "must be a valid string"),
-        ({"policy": "quotta"}, "policy = 'quotta' must be 'off', 'quota'"),
-        ({"sidecar": {"prt": 1}}, "sidecar: unknown setting 'prt'; choose from host, port"),
-        ({"sidecar": {"port": 70000}}, "port = 70000 must be 0 to 65535"),
-        ([], "given must be a JSON object of settings"),
-        (True, "given must be a JSON object of settings"),
-    ],
-)
-def test_wrong_settings_are_named(
-    given: object, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
-    with pytest.raises(ConfigError, match=error):
-        BalanceConfig.chosen(given, "given")
 
 
 def test_policies_by_name() -> None:
@@ -197,13 +164,6 @@ def test_flags_override_a_file(tmp_path: Path) -> None:
     assert sidecar == SidecarSettings(port=9000, host="127.0.0.2")
 
 
-def test_a_json_file_with_all_settings_comes_back(tmp_path: Path) -> None:
-    every = BalanceConfig(policy=Policy.OFF, slots=5, allow_ideal=True, domain_size=4)
-    file = tmp_path / "settings.json"
-    file.write_text(every.to_json())
-    assert of_file(file) == (every, SidecarSettings())
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -263,37 +223,6 @@ def test_a_mistake_is_named_by_its_flag() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             BalanceConfig.from_flags(parser.parse_args(words.split()))
-
-
-def _worker(first: "Queue[int]") -> None:
-    claim_first_process()
-    first.put(first_process())
-
-
-def _engine(own_first: "Queue[int]", first_of_worker: "Queue[int]") -> None:
-    own_first.put(os.getpid())
-    claim_first_process()
-    own_first.put(first_process())
-    worker = multiprocessing.get_context("spawn").Process(target=_worker, args=(first_of_worker,))
-    worker.start()
-    worker.join()
-
-
-@pytest.mark.parametrize("inherited", [None, "1234567", "7x"])
-def test_engines_that_multiprocessing_starts_are_first_processes_of_their_own_workers(
-    inherited: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ULTRAEP_FIRST_PROCESS", raising=False)
-    if inherited is not None:
-        monkeypatch.setenv("ULTRAEP_FIRST_PROCESS", inherited)
-    context = multiprocessing.get_context("spawn")
-    found: Queue[int] = context.Queue()
-    of_worker: Queue[int] = context.Queue()
-    engine = context.Process(target=_engine, args=(found, of_worker))
-    engine.start()
-    process, first = found.get(timeout=60), found.get(timeout=60)
-    assert process == first == of_worker.get(timeout=60) != os.getpid()
-    engine.join()
 
 
 @pytest.mark.parametrize("server", [8000, 8100, 8200, 30000])

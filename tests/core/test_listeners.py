@@ -1,6 +1,5 @@
 """Who has a port: found in /proc, and named where a port is refused."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -35,15 +34,3 @@ def test_another_process_is_named_with_its_command(host: str, family: int) -> No
         other.communicate(b"\n")
     assert listener(port) is None
     assert why_not_listen(host, port) is None
-
-
-def test_a_process_that_hides_its_sockets_is_not_named(tmp_path: Path) -> None:
-    """As one of another user does, and everything where there is no /proc."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        (tmp_path / "net").mkdir()
-        (tmp_path / "net" / "tcp").write_text(Path("/proc/net/tcp").read_text())
-        (tmp_path / str(os.getpid())).mkdir()
-        assert listener(port, tmp_path) is None
-        assert listener(port, tmp_path / "nothing") is None
-        assert f"process {os.getpid()} " in str(listener(port))

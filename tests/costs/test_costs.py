@@ -15,7 +15,7 @@ from ultraep_serve.costs.model import (
 from ultraep_serve.costs.relays import chosen_parents, least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
 # 1 us per assignment, 100 us per sent expert, 50 us to plan, 10 us to exchange.
@@ -55,22 +55,6 @@ def test_moving_pays_only_above_its_cost() -> None:
     for microseconds, expected in ((-1, True), (0, False), (1, False)):
         model = CostModel(1e-6, 10**6, 1e10, plan_seconds=plan_seconds + microseconds * 1e-6)
         assert pays(HOT, plan, model) is expected
-
-
-def test_nothing_moved_never_pays() -> None:
-    assert not pays(HOT, identity_plan(HOT, SHAPE, 0), SIMPLE)
-    empty = np.zeros((2, 4), np.int32)
-    assert not pays(empty, plan_quota(empty, PlanContext.of(SHAPE), 0), SIMPLE)
-
-
-def test_all_ranks_decide_alike_with_huge_counts() -> None:
-    loads = np.zeros((8, 16), np.int64)
-    loads[:, 0] = (2**31 - 1) // 8
-    shape = ExpertShape(8, 16, 2)
-    answers = {
-        pays(loads, plan_quota(loads, PlanContext.of(shape), rank), SIMPLE) for rank in range(8)
-    }
-    assert answers == {True}
 
 
 def test_transfer_counts_senders_receivers_and_relays() -> None:

@@ -147,14 +147,6 @@ def test_both_balancers_do_the_same(view: TokenView) -> None:
     assert sum(filled) > 0
 
 
-def test_speeds_that_differ() -> None:
-    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN, CONFIG.replace(speeds="1.0,0.5"))
-    with fresh_run_path() as run_path:
-        names = ("skewed", "forced")
-        filled = run_ranks(compare, 2, run_path, setup, names, timeout_seconds=400.0)
-    assert sum(filled) > 0
-
-
 @pytest.mark.parametrize("view", list(TokenView))
 def test_domains(view: TokenView) -> None:
     """Four ranks in two domains: each copies its own hot experts, and hears of all tokens."""
@@ -163,15 +155,6 @@ def test_domains(view: TokenView) -> None:
     with fresh_run_path() as run_path:
         filled = run_ranks(compare, 4, run_path, setup, names, timeout_seconds=500.0)
     assert sum(filled[:2]) > 0
-
-
-def test_weights_move_only_where_both_say_that_it_saves_time() -> None:
-    dear = replace(NO_COSTS, per_expert_sent=10**9)
-    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN, costs=dear)
-    names = ("balanced", "too dear")
-    with fresh_run_path() as run_path:
-        filled = run_ranks(compare, 2, run_path, setup, names, timeout_seconds=400.0)
-    assert filled == [0, 0]
 
 
 def test_experts_are_timed_in_the_stream_and_published() -> None:

@@ -12,9 +12,9 @@ import torch
 from tests.support.host_driver import HostDriver
 from ultraep_serve.balance.cuda.backend import StopNotice
 from ultraep_serve.balance.memory import HandleKind
-from ultraep_serve.balance.rendezvous import GatherRendezvous, SocketRendezvous
+from ultraep_serve.balance.rendezvous import GatherRendezvous
 from ultraep_serve.balance.slots import SlotPool
-from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError, UnsupportedError
+from ultraep_serve.errors import DeviceError, PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
 pytest.importorskip("triton", reason="the fabric launches kernels written in Triton")
@@ -107,19 +107,6 @@ def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
         with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE"):
             build(fail_at)
         assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_rank_whose_memory_is_out_of_reach_is_refused_and_nothing_stays() -> None:
-    refused = pytest.raises(UnsupportedError, match="no peer access to rank 0")
-    with pool_on(HostDriver(unreachable={"host"})) as (pool, _), refused:
-        DeviceFabric(pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
-
-
-def test_meeting_and_memory_must_be_of_one_kind(tmp_path: Any) -> None:
-    rendezvous = SocketRendezvous(tmp_path, 0, range(1), 1.0)
-    refused = pytest.raises(FabricError, match="must agree")
-    with pool_on(HostDriver(HandleKind.FABRIC)) as (pool, _), refused:
-        DeviceFabric(pool, rendezvous, Location.on_one_host(0, 1), LIMITS)
 
 
 def test_a_wait_given_up_is_an_error_of_a_peer(fabric: DeviceFabric) -> None:

@@ -14,9 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from ultraep_kernels.device.launch import _Config, _Launch
-from ultraep_kernels.device.relays import has_relays, new_sends
-from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import Programs, StreamTables, stream
 
 from tests.support.launches import (
     HostWork,
@@ -28,9 +25,7 @@ from tests.support.launches import (
     recorded_streams,
 )
 from tests.support.mirror import FakeRecorder
-from tests.support.offline import Launch, recorded_launches
-from ultraep_serve.balance.cuda import timing
-from ultraep_serve.balance.cuda.backend import LEFT_FREE, num_programs
+from tests.support.offline import Launch
 from ultraep_serve.types import ExpertShape
 
 # of a layer in the middle of a batch: launches, allocations, copies, events
@@ -108,41 +103,6 @@ def test_experts_are_sent_beside_dispatch_and_arrive_before_they_compute() -> No
     # slots, and what tells who sends what, are free again
     assert {"0 _stream_kernel", "0 more experts"} <= behind["1 _count_kernel"]
     assert behind["1 _count_kernel"] < behind["1 _stream_kernel"]
-
-
-@pytest.mark.parametrize(("domain_size", "num_relays"), [(4, 0), (8, 3)])
-def test_only_programs_that_may_have_something_to_do_are_launched(
-    domain_size: int, num_relays: int
-) -> None:
-    """An expert has relays from four replicas on; four ranks hold three beside the master."""
-    assert has_relays("auto", domain_size) == (num_relays > 0)
-    senders, relays = num_programs(100, 3, has_relays("auto", domain_size))
-    assert (senders, relays) == (3, num_relays)
-    sends, status = new_sends(8, 2, "cpu"), new_status("cpu")
-    slots, table = torch.full((8, 2), -1, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
-    tables = StreamTables(table, table, table, table, table.view(-1, 1), table, 1, 8)
-    with recorded_launches() as launches:
-        stream(sends, slots, 8, tables, 0, table, status, Programs(senders, relays))
-    assert launches[0].grid == (3 + num_relays,)
-
-
-@pytest.mark.parametrize(
-    ("multiprocessors", "wanted", "may_relay", "expected"),
-    [
-        (132, 32, False, (32, 0)),
-        (132, 32, True, (32, 32)),
-        (132, 200, False, (100, 0)),
-        (132, 200, True, (50, 50)),
-        (58, 32, False, (26, 0)),  # an L4
-        (58, 32, True, (13, 13)),
-        (20, 32, True, (1, 1)),
-    ],
-)
-def test_multiprocessors_are_left_to_the_engine(
-    multiprocessors: int, wanted: int, may_relay: bool, expected: tuple[int, int]
-) -> None:
-    assert num_programs(multiprocessors, wanted, may_relay) == expected
-    assert sum(expected) + LEFT_FREE <= max(multiprocessors, LEFT_FREE + 2)
 
 
 def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
@@ -269,41 +229,9 @@ def test_a_launch_that_is_made_again_passes_what_triton_passes(
     assert found == expected
 
 
-def test_what_is_not_known_of_a_launch_is_left_to_triton() -> None:
-    """Its sanitizer passes more than the arguments."""
-    made: list[object] = []
-    with prepared_launches(lambda *_: made.append(_) or 0, more_parameters=1):
-        balancer = recorded_balancer(FakeRecorder())
-        for _ in range(2):
-            balancer.identity(torch.zeros((5, 4), dtype=torch.int32))
-    assert made == []
-
-
 def test_an_error_of_the_driver_is_raised() -> None:
     with prepared_launches(lambda *_: 719):
         balancer, ids = recorded_balancer(FakeRecorder()), torch.zeros((5, 4), dtype=torch.int32)
         balancer.identity(ids)
         with pytest.raises(RuntimeError, match="CUDA error 719"):
             balancer.identity(ids)
-
-
-def test_experts_are_timed_in_repetitions_that_follow_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    did: list[str] = []
-
-    class Mark:
-        def record(self) -> None:
-            did.append("mark")
-
-        def synchronize(self) -> None:
-            did.append("wait")
-
-        def elapsed_time(self, _end: "Mark") -> float:
-            return 0.0  # shorter than an event's clock can tell
-
-    monkeypatch.setattr(timing, "new_mark", lambda _device: Mark())
-    seconds = timing.device_seconds(torch.device("cpu"), lambda: did.append("launch"))
-    assert did == ["launch", "mark"] * (len(did) // 2) + ["wait"]
-    assert len(did) > 9
-    assert seconds > 0

@@ -64,20 +64,6 @@ def test_the_address_is_known() -> None:
     assert engine_command("m", flags, OFF).address == ("10.0.0.7", 9000)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"num_experts": 8}, {"text_config": {"n_routed_experts": 64}}, {"num_local_experts": 8}],
-)
-def test_models_with_experts_are_served(tmp_path: Path, config: dict[str, object]) -> None:
-    assert engine_command(checkpoint(tmp_path, **config), TWO_RANKS, QUOTA)
-
-
-def test_without_the_engine_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="vLLM is not installed"):
-        engine_command("m", TWO_RANKS, QUOTA)
-
-
 @pytest.mark.usefixtures("cpu_build")
 def test_ranks_share_the_cores_where_they_outnumber_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = {2: [[0, 1], [2, 3]], 8: [[cpu] for cpu in (0, 1, 2, 3) * 2]}

@@ -12,29 +12,19 @@ ADAPTER = {
     "engine/seams.py": """
 from engine.layers import Experts
 from engine.layers.moe import run as run_experts
-import engine.loader
 
 HOOK = "engine.workers.Worker.warm_up"
 
-def use(layer, flags):
-    flags.add_argument("--max-tokens")
-    run_experts(x=layer.top_k, ids=layer.hidden_size)
-    return getattr(layer, "is_quantised"), engine.loader.load("path", strict=True)
+def use(layer):
+    return run_experts(x=layer.top_k, ids=getattr(layer, "is_quantised"))
 """,
-    "common/shared.py": "def rows(layer): return layer.config.num_rows\n",
 }
 ENGINE = {
     "engine/__init__.py": "",
-    "engine/config.py": "class Flags:\n    max_tokens: int\n    min_tokens: int\n",
-    "engine/loader.py": "def load(path, *, strict): ...\n",
     "engine/layers/__init__.py": "from .moe import Experts\n",
     "engine/layers/base.py": "class Layer:\n    is_quantised = False\n",
     "engine/layers/moe.py": """
-from engine import config
 from engine.layers.base import Layer
-
-class Config:
-    num_rows: int
 
 try:
     from engine.fast import run
@@ -44,9 +34,6 @@ except ImportError:
 class Experts(Layer):
     def __init__(self):
         self.top_k, self.other = 1, 2
-
-    @property
-    def hidden_size(self): ...
 """,
     "engine/workers.py": "class Worker:\n    def warm_up(self): ...\n",
 }
@@ -73,27 +60,15 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     ("file", "old", "new", "said"),
     [
         ("layers/moe.py", "other", "others", {}),  # which the adapter does not read
-        ("config.py", "min_tokens", "least_tokens", {}),
-        ("loader.py", "strict", "strict, quick=0", {}),
         ("layers/__init__.py", "Experts", "Router", {"engine.layers.Experts": "is gone"}),
-        (
-            "loader.py",
-            "load(",
-            "fetch(",
-            dict.fromkeys(("path", "strict"), "is gone from load()"),
-        ),
-        ("loader.py", "strict", "quick", {"strict": "is gone from load()"}),
         ("workers.py", "Worker", "Runner", {"engine.workers.Worker.warm_up": "is gone"}),
         ("layers/moe.py", "top_k", "k", {"top_k": "is gone from Experts"}),
-        ("layers/moe.py", "hidden_size", "size", {"hidden_size": "is gone from Experts"}),
         (
             "layers/base.py",
             "is_quantised",
             "quantised",
             {"is_quantised": "is gone from Experts, Layer"},
         ),
-        ("config.py", "max_tokens", "most_tokens", {"max_tokens": "is gone from Flags"}),
-        ("layers/moe.py", "num_rows", "rows", {"num_rows": "is gone from Config"}),
         ("layers/moe.py", "run(x, ids)", "run(x)", {"ids": "is gone from run()"}),
     ],
 )

@@ -1,6 +1,5 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -27,7 +26,6 @@ with warnings.catch_warnings():
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from tests.support import vllm_layers
-    from tests.support.experts import NUM_EXPERTS
     from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, build, configure
     from ultraep_serve.engines.vllm import checks, launch, load, model
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
@@ -191,24 +189,6 @@ def test_experts_that_look_at_logical_ids_themselves_are_refused(balanced: Any) 
     for check in (checks.check_layer, checks.check_cpu_execution):  # the latter without balancing
         with pytest.raises(UnsupportedError, match=reason):
             check(layer)
-
-
-def test_vllms_own_substituted_experts_are_refused_by_vllm_or_else_by_us() -> None:
-    """vLLM has no expert parallelism for them; if it ever does, they look at logical ids."""
-    module = pytest.importorskip(
-        "vllm.model_executor.layers.fused_moe.expert_substitution",
-        reason="vLLM before 0.33 has no such experts",
-    )
-    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
-    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
-    kind = module.SubstitutedRoutedExperts
-    constants = SimpleNamespace(num_compute_experts=NUM_EXPERTS)
-    made: Any = functools.partial(kind, expert_substitution=constants)
-    with pytest.raises(NotImplementedError, match="does not support: expert parallelism"):
-        vllm_layers.build_layer(config, parallel, NAMES[0], kind=made)
-    problem = checks._wrong_class(kind.__new__(kind))
-    assert problem is not None
-    assert problem.startswith("SubstitutedRoutedExperts computes its experts in a way of its own")
 
 
 def test_every_question_about_a_stage_is_answered_by_the_one_that_is_wrapped() -> None:

@@ -193,28 +193,6 @@ def test_a_rank_adds_what_its_own_experts_give(
 
 
 @pytest.mark.usefixtures("alone")
-def test_products_are_for_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-
-    def products(*of: torch.Tensor) -> torch.Tensor:
-        called.append(of[2].shape[0])
-        return by_products(*of)
-
-    monkeypatch.setattr(host, "by_products", products)
-    large = host._MANY_ROWS * NUM_EXPERTS // TOP_K
-    for with_products, num_tokens, times in (
-        (True, large, 1),
-        (True, large - 1, 0),
-        (False, large, 0),
-    ):
-        layer, _ = make_layer()
-        put_in_kernel(layer, with_products=with_products)
-        compute(layer, *make_batch(num_tokens=num_tokens))
-        assert len(called) == times
-        called.clear()
-
-
-@pytest.mark.usefixtures("alone")
 def test_large_batches_go_to_vllms_kernel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row takes 4 bytes of scratch for each of H outputs, and no more for 2I inner ones."""
     layer, _ = make_layer()

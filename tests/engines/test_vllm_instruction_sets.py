@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -16,7 +15,7 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, configure
-    from ultraep_serve.engines.vllm import checks, host, load
+    from ultraep_serve.engines.vllm import checks, load
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from tests.support.quantised import SCHEMES
@@ -92,15 +91,3 @@ def test_the_refusal_comes_before_the_model_is_loaded(
     monkeypatch.delenv("ULTRAEP_CONFIG")
     load._load_model(wrapper)  # nobody asked us
     assert seen == ["loaded"]
-
-
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_instructions_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    pretend(monkeypatch.setattr, name)
-    asked: list[str] = []
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append("AMX"))
-    monkeypatch.setattr(host, "get_ep_group", lambda: SimpleNamespace(cpu_group=None))
-    ranks = SimpleNamespace(gather=lambda own: own[None])
-    monkeypatch.setattr(host, "HostAllGather", lambda group, seconds: ranks)
-    host.put_in_kernels([], 1.0)
-    assert asked == ["AMX"] * INSTRUCTION_SETS[name].amx

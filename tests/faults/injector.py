@@ -121,9 +121,8 @@ class _Run:
 def _running(folder: Path) -> Iterator[_Run]:
     (folder / "board").mkdir(parents=True)
     port = free_port()
-    clock, here = folder / "clock", str(Path(__file__).parent)
-    paths = [here, *(str(_ROOT / folder) for folder in ("", "kernels", "benchmarks"))]
-    environment = {**os.environ, "FAULTS_CLOCK": str(clock), "PYTHONPATH": os.pathsep.join(paths)}
+    paths = [str(_ROOT / folder) for folder in ("", "kernels", "benchmarks")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.engine", str(folder / "board"), str(port)],
@@ -219,8 +218,6 @@ def _struck(run: _Run, fault: Fault) -> Iterator[None]:
                 os.kill(process, signal.SIGCONT)
             return
         _limit(process, how)
-    elif what == "clock":
-        (run.board.parent / "clock").write_text({"back": "-7200", "ahead": "7200"}[how])
     elif what == "run directory":
         subprocess.run(["rm", "-rf", str(run.files.path)], check=True)
     else:

@@ -33,12 +33,11 @@ for _how in ("deleted", "truncated", "overwritten", "a pipe"):
         EXPECTED[_what, _how] = (NONE, "on", "on", "on", "ends")
 EXPECTED["ring", "overwritten"] = (NONE, "on", "on", "on", "ends")  # by its writer, in turn
 EXPECTED["run directory", "deleted"] = (NONE, "told", "told", "told", "ends")
-EXPECTED["clock", "back"] = EXPECTED["clock", "ahead"] = ("on", "on", "on", "on", "ends")
 
 # A cell of each kind, for every run of the tests.
 QUICK = (
     Fault("rank", "SIGSTOP", "serve"), Fault("sidecar", "SIGKILL", "policy switch"),
-    Fault("ring", "truncated", "serve"), Fault("clock", "back", "load"),
+    Fault("ring", "truncated", "serve"),
 )  # fmt: skip
 
 

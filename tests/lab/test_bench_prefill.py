@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
+from tests.support.bench_fakes import TOKEN, FakeDeployment, deployed, tokenize
 from ultraep_lab.bench import sidecar
 from ultraep_lab.bench.prefill import balanced_orders, median_interval
 from ultraep_lab.commands import bench
@@ -80,23 +80,6 @@ def test_interval_of_the_median_needs_no_distribution() -> None:
     samples = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07, 1.08, 1.09, 50.0]
     assert median_interval(samples) == (1.01, 1.09)
     assert median_interval(samples[:5]) is None
-
-
-def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path) -> None:
-    document = measured(fake, tmp_path / "result.json")
-    assert document["schema_version"] == 2
-    assert (document["ranks"], document["model"], document["url"]) == (2, "fake/model", fake.url)
-    assert set(document["machine"]) == {"cpu", "cores", "python", "platform", "sched_autogroup"}
-    assert document["imbalance"] == {
-        "before": {"mean": 1.5, "max": 2.0},
-        "after": {"mean": 1.01, "max": 1.03},
-    }
-    assert document["layers"][0]["records"] == 3  # with the one that warmed up
-    overhead, (row,) = document["overhead"], document["rows"]
-    assert overhead["spent_seconds"] == SPENT_SECONDS
-    quota = sum(row["ttft_samples"]["quota"])
-    assert overhead["share_of_ttft"] == pytest.approx(SPENT_SECONDS / quota)
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_token_never_reaches_the_document() -> None:

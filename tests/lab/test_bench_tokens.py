@@ -11,11 +11,8 @@ from rich.console import Console
 from tests.support.bench_fakes import FakeDeployment, deployed
 from ultraep_lab import progress
 from ultraep_lab.bench.greedy_tokens import Generation, compare_tokens, generate
-from ultraep_lab.bench.prefill import PrefillOptions
-from ultraep_lab.commands.demo import affordable
 from ultraep_lab.demo.report import demo_report, demo_view
 from ultraep_serve.errors import BenchError
-from ultraep_serve.types import Policy
 
 
 @pytest.fixture
@@ -88,25 +85,6 @@ def test_demo_view_tells_gain_and_token_check() -> None:
     ):
         assert words in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-
-
-@pytest.mark.parametrize(
-    ("probed", "lengths", "repeats"),
-    [
-        (0.1, (2048, 4096, 8192), 5),
-        (0.8, (2048, 4096, 8192), 3),
-        (1.5, (2048, 4096), 3),
-        (60.0, (2048,), 3),
-    ],
-)
-def test_the_demo_measures_what_ends_in_time(
-    probed: float, lengths: tuple[int, ...], repeats: int
-) -> None:
-    wanted = PrefillOptions(
-        prompt_tokens=(2048, 4096, 8192), policies=tuple(Policy), repeats=5, warmup=1
-    )
-    options = affordable(wanted, probed, 90.0)
-    assert (options.prompt_tokens, options.repeats) == (lengths, repeats)
 
 
 def test_progress_tells_a_log_how_long_it_takes(

@@ -1,7 +1,5 @@
 """`ultraep-serve record`, of ranks whose rings are written by a thread."""
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -154,27 +152,6 @@ def test_what_was_recorded_until_a_server_ends_is_written(
         timer.join()
     assert "ring-1 was deleted" in capsys.readouterr().out
     assert isinstance(load_trace(out), LoadTrace)
-
-
-def test_sigterm_ends_a_recording(
-    tmp_path: Path,
-    run_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    polls, poll = count(), LoadRecording.poll
-
-    def poll_and_end(recording: LoadRecording) -> None:
-        poll(recording)
-        if next(polls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(LoadRecording, "poll", poll_and_end)
-    before = signal.getsignal(signal.SIGTERM)
-    with rings(run_path, ring_records=256) as ranks, serving(ranks):
-        assert record(run_path, tmp_path / "trace.npz", "--seconds", "600") == 0
-    signal.signal(signal.SIGTERM, before)
-    assert "writing what was recorded" in capsys.readouterr().out
 
 
 def without_batches(path: Path) -> None:

@@ -140,34 +140,6 @@ def test_policies_see_only_the_past(
         assert np.array_equal(spy.past[-1], np.stack(spy.now[1:-1]))
 
 
-def test_a_plan_is_kept_until_the_next_refresh(trace_file: Path) -> None:
-    spy = Spy()
-    policy = PolicyFunction("spy", "", spy.place, refreshed_every=3)
-    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(1,), skip=1)
-    replay(load_trace(trace_file), options, [policy])
-    seen, now = [past[0] for past in spy.past], spy.now
-    for number in range(3, 6):  # batches; the first call only warms up
-        assert np.array_equal(seen[number], now[3])
-    assert np.array_equal(seen[1], seen[2])
-    assert not np.array_equal(seen[1], now[1])  # of batch 0, which is history only
-
-
-@pytest.mark.parametrize(
-    ("policies", "history", "skipped"),
-    [("off,quota", 8, 0), ("quota,eplb", 8, 3), ("eplb-slots", 2, 2), ("lplb,off", 1, 1)],
-)
-def test_who_looks_at_the_past_gets_some_first(
-    trace_file: Path, capsys: Any, policies: str, history: int, skipped: int
-) -> None:
-    """At most half of the batches; every policy is measured on the others."""
-    words = ("--ep", 4, "--batch-tokens", 512, "--history", history, "--policies", policies)
-    command("replay", trace_file, *words)
-    assert (f"{skipped} batch" in capsys.readouterr().out.partition("history")[0]) == bool(skipped)
-    command("replay", trace_file, *words, "--json", "-")
-    document = json.loads(capsys.readouterr().out)
-    assert (document["trace"]["skipped"], document["batches"]) == (skipped, 6 - skipped)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

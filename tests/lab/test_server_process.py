@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import until
-from ultraep_lab.demo.balanced_server import BalancedServer
-from ultraep_serve.errors import ServerError
 
 OWNER = """
 import sys, time
@@ -66,15 +64,3 @@ def test_a_server_ends_when_its_owner_is_killed(number: int, tmp_path: Path) -> 
         until(partial(ended, server))  # a signal reaches it; an engine ends its ranks then
     finally:
         os.kill(worker, signal.SIGKILL)
-
-
-def test_a_command_that_ends_at_once_is_an_error_with_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    monkeypatch.setattr(BalancedServer, "_command", lambda self: words)
-    with (
-        pytest.raises(ServerError, match="no such model"),
-        BalancedServer(tmp_path, [], tmp_path / "log"),
-    ):
-        pass

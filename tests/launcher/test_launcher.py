@@ -12,7 +12,6 @@ import pytest
 
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig
-from ultraep_serve.engines.common.tuned_kernels import link_tuned_kernels
 from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.system.machine import free_port
 
@@ -123,20 +122,3 @@ def test_it_is_the_same_process() -> None:
     before, after, given = done.stdout.split()
     assert (before, given) == (after, "x")
     assert done.stderr == "ultraep: cores 0-1\n"
-
-
-def test_tuned_kernels_are_found_by_the_experts_that_slots_make(tmp_path: Path) -> None:
-    engine, target = tmp_path / "engine", tmp_path / "run" / "tuned"
-    (engine / "configs").mkdir(parents=True)
-    for name in ("E=16,N=64,device_name=X.json", "E=18,N=64,device_name=X.json", "other.json"):
-        (engine / "configs" / name).write_text(name)
-    for _ in range(2):  # each rank of a host
-        assert link_tuned_kernels(engine, 2, target)
-    found = {path.name: path.read_text() for path in (target / "configs").iterdir()}
-    assert found == {
-        "E=16,N=64,device_name=X.json": "E=16,N=64,device_name=X.json",
-        "E=18,N=64,device_name=X.json": "E=18,N=64,device_name=X.json",  # the engine's own
-        "E=20,N=64,device_name=X.json": "E=18,N=64,device_name=X.json",
-        "other.json": "other.json",
-    }
-    assert not link_tuned_kernels(tmp_path / "none", 2, target)

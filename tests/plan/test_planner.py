@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ultraep_serve.plan.checks import check_plan, imbalance_floor
+from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance
@@ -54,36 +54,6 @@ def test_balanced_load_is_left_alone(shape: ExpertShape) -> None:
     assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
 
 
-def test_counts_near_the_largest() -> None:
-    shape = ExpertShape(4, 8, 2)
-    loads = np.zeros((4, 8), np.int32)
-    loads[3, :2] = 2**31 - 1
-    loads[1, 2:] = 2**31 - 2
-    loads[0, 5] = 1
-    plan = plan_all(loads, shape)
-    assert imbalance(plan.quota.sum(0, dtype=np.int64)) <= 1.002
-
-
-def test_dtype_and_layout_do_not_matter() -> None:
-    shape = ExpertShape(8, 64, 2)
-    loads = skewed(shape, seed=3)
-    context = PlanContext.of(shape)
-    plan = plan_quota(loads, context, 5)
-    assert same_plan(plan, plan_quota(loads.astype(np.int64), context, 5))
-    assert same_plan(plan, plan_quota(np.asfortranarray(loads), context, 5))
-    rows = np.pad(loads.astype(np.int64), ((0, 0), (8, 0)))  # as an exchange brings them
-    assert same_plan(plan, plan_quota(rows[:, 8:], context, 5))
-    assert (plan.slot_expert.dtype, plan.quota.dtype, plan.share.dtype) == (np.int32,) * 3
-
-
-def test_loads_are_not_written() -> None:
-    shape = ExpertShape(8, 64, 2)
-    loads = skewed(shape, seed=4).astype(np.int64)
-    before = loads.copy()
-    plan_quota(loads, PlanContext.of(shape), 0)
-    assert np.array_equal(loads, before)
-
-
 def test_known_plan() -> None:
     """Ranks on different machines must agree, so the answer may not depend on the machine."""
     loads = np.array([[40, 10, 10, 0], [20, 10, 0, 10]], np.int32)
@@ -91,16 +61,6 @@ def test_known_plan() -> None:
     assert plan.slot_expert.tolist() == [[-1], [0]]
     assert plan.quota.tolist() == [[30, 30], [20, 0], [0, 10], [0, 10]]
     assert plan.share.tolist() == [[30, 10], [10, 0], [0, 10], [0, 0]]
-
-
-@pytest.mark.parametrize("domain_size", [1, 2, 3, 4, 8])
-def test_domains(domain_size: int) -> None:
-    """Copies stay in their domain (the last may be short) and the floor is all but reached."""
-    shape = ExpertShape(8, 64, 2)
-    loads = skewed(shape, seed=5)
-    plan = plan_all(loads, shape, domain_size)
-    floor = imbalance_floor(loads, PlanContext.of(shape, domain_size))
-    assert floor <= imbalance(plan.quota.sum(0)) <= floor * 1.005
 
 
 def test_a_domain_below_the_floor_sends_nothing() -> None:
@@ -129,11 +89,6 @@ def test_bad_arguments_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan_quota(loads, PlanContext.of(ExpertShape(4, 16, 2), domain_size), source_rank)
-
-
-def test_experts_must_divide_over_ranks() -> None:
-    with pytest.raises(ValueError, match="multiple"):
-        PlanContext.of(ExpertShape(4, 15, 2))
 
 
 HOT = np.array([[4, 0], [4, 0]], np.int32)  # expert 0 of rank 0 is all there is

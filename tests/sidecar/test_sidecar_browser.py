@@ -185,21 +185,6 @@ def test_the_policy_is_switched_with_the_token_only(
     assert TOKEN not in browser.page_source
 
 
-def test_figures_of_a_sidecar_that_is_gone_do_not_look_live(
-    browser: Any, run: SyntheticRun, url: str
-) -> None:
-    run.batch()
-    browser.get(url)
-    until(lambda: "BALANCING" in text(browser, "#state"))
-    browser.execute_cdp_cmd("Network.enable", {})
-    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    for is_off, shown in ((True, "NO CONNECTION"), (False, "BALANCING")):
-        browser.execute_cdp_cmd("Network.emulateNetworkConditions", {**offline, "offline": is_off})
-        until(lambda shown=shown: shown in text(browser, "#state"))  # type: ignore[misc]
-        stale = browser.execute_script("return document.body.classList.contains('stale')")
-        assert stale == is_off
-
-
 def test_what_was_verified_is_shown_and_a_failure_is_red(
     browser: Any, url: str, run: SyntheticRun
 ) -> None:

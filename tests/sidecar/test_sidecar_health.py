@@ -1,7 +1,6 @@
 """Readiness and its log: before the engine, with it, without balancing, when ranks fail or end."""
 
 import asyncio
-import logging
 import os
 import signal
 import threading
@@ -13,12 +12,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.ring_files import create
-from tests.support.rings import SyntheticRun, planned_run
+from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
 from tests.support.waiting import until
 from ultraep_serve.cli import main
 from ultraep_serve.sidecar import routes
-from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
+from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.direct import status
 from ultraep_serve.sidecar.store import Run, RunStore
 from ultraep_serve.telemetry.control import ControlPage
@@ -107,30 +106,6 @@ def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     assert found["ultraep_records_missed_total,rank=0"] == 0
     assert found["ultraep_imbalance_ratio_count,phase=prefill,when=before"] == 60
     skewed_run.close()
-
-
-def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = RunStore(tmp_path)
-    log = StateLog()
-
-    def lines() -> list[str]:
-        caplog.clear()
-        log.update(store.poll())
-        return [record.getMessage() for record in caplog.records]
-
-    with caplog.at_level(logging.INFO):
-        assert len(lines()) == 1
-        run = planned_run(tmp_path)
-        assert lines() == ["every rank is ready", "policy is quota"]
-        run.batch()
-        assert lines() == []
-        run.recorders[1].set_state(RingState.FAILED)
-        assert lines() == ["not ready: 1: state is failed"]
-        assert lines() == []
-        run.control.set_policy(Policy.OFF)
-        run.recorders[1].set_state(RingState.READY)
-        assert lines() == ["every rank is ready", "policy is off"]
-        run.close()
 
 
 def test_a_server_that_runs_unbalanced_says_so_everywhere(

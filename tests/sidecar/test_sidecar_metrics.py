@@ -1,10 +1,13 @@
 """Metrics, as Prometheus scrapes them."""
 
+from pathlib import Path
+
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.ring_files import create, planned
 from tests.support.sidecar_runs import SkewedRun, samples
-from ultraep_serve.types import Decision
+from ultraep_serve.types import Decision, ExpertShape
 
 
 def test_metrics_are_what_was_counted(skewed_run: SkewedRun, client: TestClient) -> None:
@@ -36,6 +39,16 @@ def test_metrics_are_what_was_counted(skewed_run: SkewedRun, client: TestClient)
     assert found["ultraep_estimated_saved_seconds_total"] == pytest.approx(4e-6)
     # 5 stages on the busiest rank and the exchange, 1 us each, in 4 records
     assert found["ultraep_estimated_spent_seconds_total"] == pytest.approx(24e-6)
+
+
+def test_a_clock_that_is_set_counts_nothing_twice(tmp_path: Path, client: TestClient) -> None:
+    recorder = create(tmp_path, shape=ExpertShape(1, 4, 1), num_layers=1)
+    for number, hour in enumerate((5, 4, 7, 6)):
+        record = planned(number, load_before=[9], load_after=[9], slot_expert=-1)
+        recorder.record(record, hour * 3600 * 10**9)
+        found = samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=before"]
+        assert found == number + 1
+    recorder.close()
 
 
 def test_openmetrics_where_the_scraper_asks_for_it(

@@ -286,18 +286,15 @@ def host_microseconds_per_layer() -> dict[str, float]:
 
 
 @contextmanager
-def prepared_launches(launched: Callable[..., int], more_parameters: int = 0) -> Iterator[None]:
-    """Inside, Triton launches nothing and says how; ``launched`` is called for the driver.
-
-    ``more_parameters`` of a kernel than are known.
-    """
+def prepared_launches(launched: Callable[..., int]) -> Iterator[None]:
+    """Inside, Triton launches nothing and says how; ``launched`` is called for the driver."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         num_warps, _ = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
         arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
         signature, values = bound_as_on_a_gpu(backend, function, arguments)
-        number = len(list(leaves_of(signature, values))) + 2 + more_parameters
+        number = len(list(leaves_of(signature, values))) + 2
         return SimpleNamespace(
             function=0,
             metadata=SimpleNamespace(num_warps=num_warps, shared=0),

@@ -14,14 +14,11 @@ from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
-from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.ring import (
     RingState,
-    SelfCheck,
-    SelfCheckOutcome,
 )
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, VerificationCheck
+from ultraep_serve.types import Decision, ExpertShape, Policy
 
 
 def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
@@ -230,46 +227,4 @@ def test_a_heartbeat_writes_what_is_kept_and_comes_however_often_batches_end(
     while reader.header().heartbeat_ns == first:
         recorder.record_later(partial(planned, 1), ends_batch=True)
         time.sleep(1e-3)
-    recorder.close()
-
-
-def test_what_is_kept_while_the_rest_is_written_does_not_keep_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 3600.0)
-    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
-
-    def makes_another() -> LayerRecord:
-        if reader.header().written < 8:  # so that a writer that waits for the end finds one
-            recorder.record_later(makes_another, ends_batch=False)
-        return planned(1)
-
-    recorder.record_later(makes_another, ends_batch=False)
-    recorder.write_kept()
-    assert reader.header().written == 1
-    recorder.write_kept()
-    assert reader.header().written == 2
-    recorder.close()
-
-
-def test_the_self_check_and_samples_are_in_the_header(tmp_path: Path) -> None:
-    recorder = create(tmp_path)
-    reader = RingReader(RunFiles(tmp_path).ring(0))
-    assert reader.header().self_check is None
-    checks = CheckResult("kernels", 0.25, "64 loads"), CheckResult("costs", 1.0, "\xb5" * 3000, "x")
-    for outcome in SelfCheckOutcome:
-        recorder.set_self_check(SelfCheck(outcome, checks))
-        found = reader.header().self_check
-        assert found is not None
-        assert (found.outcome, found.seconds) == (outcome, 1.25)
-        assert found.checks[0] == checks[0]
-        assert found.checks[1].detail == checks[1].detail[: len(found.checks[1].detail)] != ""
-    recorder.count_verified(VerificationCheck.SLOTS, 1_000)
-    recorder.count_verified(VerificationCheck.ANSWERS, 500)
-    recorder.count_verification_failure(VerificationCheck.SLOTS)
-    recorder.count_verified(17, 1)  # type: ignore[arg-type]
-    recorder.count_verification_failure(17)  # type: ignore[arg-type]
-    header = reader.header()
-    assert (header.verified_layers, header.verification_ns) == ((0, 1, 0, 1), 1_500)
-    assert header.verification_failures == (0, 1, 0, 0)
     recorder.close()

@@ -7,7 +7,7 @@ import pytest
 
 from ultraep_serve.errors import ControlError
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.types import Policy, SpeedSource
+from ultraep_serve.types import Policy
 
 
 def test_a_policy_set_by_one_is_read_by_the_other(tmp_path: Path) -> None:
@@ -60,20 +60,6 @@ def test_a_policy_set_while_ranks_come_to_doubt_hides_no_doubt(
         if whole_writes == 2:
             sidecar.set_policy(Policy.QUOTA)
         assert engine.is_in_doubt or engine.policy is Policy.QUOTA
-
-
-def test_speeds_are_those_configured_until_set(tmp_path: Path) -> None:
-    engine = ControlPage.create(tmp_path, Policy.QUOTA)
-    assert engine.speeds is SpeedSource.CONFIGURED
-    with ControlPage.open(tmp_path) as sidecar:
-        for source in (SpeedSource.AUTO, SpeedSource.EQUAL):
-            sidecar.set_speeds(source)
-            assert engine.speeds is source
-    with (tmp_path / "control").open("r+b") as file:
-        file.seek(32)
-        file.write(b"\xff" * 8)
-    assert engine.speeds is SpeedSource.EQUAL  # as it was when the page was last whole
-    engine.close()
 
 
 def test_stages_share_a_page(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
 """Run directories: whose they are, what is left of them, and how ranks without a launcher meet."""
 
-import errno
 import fcntl
-import logging
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,18 +12,13 @@ import torch.distributed as dist
 
 from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from tests.support.ring_files import SHAPE, create
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common import rendezvous
 from ultraep_serve.engines.common.rendezvous import find_location, meet
-from ultraep_serve.errors import ConfigError, NoServerError, SharedMemoryError, UnsupportedError
-from ultraep_serve.system.machine import free_port
-from ultraep_serve.system.topology import PipelineStage
+from ultraep_serve.errors import ConfigError, SharedMemoryError
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.run_directory import (
     RunDirectory,
-    find_run,
     name_of_run,
     process_of_run,
     remove_abandoned,
@@ -188,43 +180,6 @@ def test_containers_that_share_memory_do_not_collide(
     mine.leave()
 
 
-def test_a_fork_does_not_hold_the_directory_of_a_killed_process(shared_memory: Path) -> None:
-    directory = RunDirectory.create("x")
-    (read, write), (is_forked, says) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write)
-        os.write(says, b"x")
-        os.read(read, 1)  # until the parent is done
-        os._exit(0)
-    os.read(is_forked, 1)
-    os.close(directory._lock)  # as when this process is killed
-    assert running_run_directories() == []
-    directory._lock = -1
-    os.close(write)
-    os.waitpid(child, 0)
-    for descriptor in (read, is_forked, says):
-        os.close(descriptor)
-
-
-def test_several_servers_are_listed_with_what_tells_them_apart(shared_memory: Path) -> None:
-    loading, serving = RunDirectory.create("8000"), RunDirectory.create("abcd")
-    recorder = create(serving.path, engine="sglang")
-    (serving.path / "ring-x").write_text("no ring")
-    with pytest.raises(NoServerError) as raised:
-        find_run()
-    head, first, second = str(raised.value).splitlines()
-    assert "2 balanced servers" in head
-    assert "--run-dir" in head
-    assert first.split() == [str(loading.path), "no", "rank", "has", "joined", "yet"]
-    assert str(serving.path) in second
-    assert f"sglang, {SHAPE.num_ranks} ranks, rank 0 is process" in second
-    assert "since 2" in second
-    recorder.close()
-    loading.leave()
-    serving.leave()
-
-
 def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[str, bool]:
     """Two ranks each of two runs meet, both at once; 0 and 1 are of one, 2 and 3 of the other."""
     module.SHARED_MEMORY = shm
@@ -247,29 +202,6 @@ def test_ranks_meet_without_a_launcher_and_runs_do_not_mix(run_path: Path, tmp_p
     assert all(both for _, both in outcomes)
 
 
-def met_in_stages(rank: int, run_path: Path, shm: Path, first: int) -> str:
-    """Two pipeline stages of two ranks; their groups know nothing of each other."""
-    module.SHARED_MEMORY = shm
-    rendezvous.first_process = lambda: first  # an engine's workers inherit it
-    stage, own = divmod(rank, 2)
-    group = engine_group(run_path / str(stage), own, 2)
-    config = BalanceConfig()
-    location = find_location(config, own, 2, group)
-    directory = meet(config, location, group, PipelineStage(stage, 2, run=77)).run_path
-    (directory / str(rank)).touch()
-    while len(list(directory.iterdir())) < 5:  # nobody leaves before all have come
-        time.sleep(0.01)
-    return directory.name
-
-
-def test_pipeline_stages_share_a_run_directory(run_path: Path, tmp_path: Path) -> None:
-    for name in ("0", "1"):
-        (run_path / name).mkdir()
-    names = run_ranks(met_in_stages, 4, run_path, tmp_path, os.getpid())
-    assert len(set(names)) == 1
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
 def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
     run_path: Path, tmp_path: Path
 ) -> None:
@@ -279,43 +211,3 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
     assert [outcome.error for outcome in outcomes] == ["ConfigError", "FabricError"]
     assert "the sidecar cannot listen on 192.0.2.1:8001" in outcomes[0].message
     assert "rank 0 could not make a run directory" in outcomes[1].message
-
-
-def test_what_cannot_be_looked_at_is_not_removed(
-    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = RunDirectory.create("x")
-    os.close(left._lock)
-
-    def refuse(path: Path) -> int:
-        raise OSError(errno.EMFILE, "Too many open files", str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "open_own_directory", refuse)
-        remove_abandoned()
-    assert left.path.exists()
-    remove_abandoned()
-    assert not left.path.exists()
-
-
-def met_and_refused(rank: int, run_path: Path, shm: Path, port: int) -> str:
-    """The ranks have met, with a sidecar, when the first one finds out that nothing is balanced."""
-    module.SHARED_MEMORY = shm
-    group = engine_group(run_path, rank, 2)
-    config = BalanceConfig(on_unsupported="off", sidecar={"port": port})
-    location = find_location(config, rank, 2, group)
-    directory = meet(config, location, group).run_path
-    if rank == 0:
-        error = UnsupportedError("tensors that cannot be moved")
-        logger = logging.getLogger(__name__)
-        rendezvous.refuse_or_serve_plainly(error, config, logger, is_primary=True)
-    dist.barrier(group.on_host)
-    assert list(shm.iterdir()) == [directory]
-    return (directory / "unbalanced").read_text()
-
-
-def test_a_run_that_turns_out_unbalanced_keeps_its_directory_and_sidecar(
-    run_path: Path, tmp_path: Path
-) -> None:
-    outcomes = run_ranks(met_and_refused, 2, run_path, tmp_path, free_port())
-    assert outcomes == ["tensors that cannot be moved"] * 2
