@@ -24,7 +24,7 @@ from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
 
 
 def main() -> int:
-    """Print the table; write it with the machine and the command to --json."""
+    """Print the rows; write them with the machine and the command to --json."""
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, default=1000, help="per set-up, of 3 layers each")
@@ -32,12 +32,10 @@ def main() -> int:
     parser.add_argument("--relay", default="always", help="auto, always or never")
     args = parser.parse_args()
     rows = []
-    print(f"{'ranks':>5} {'view':>7} {'batches':>7} {'planned':>7} {'skipped':>7} {'inexact':>7} "
-          f"{'corrupt':>7} {'before':>11} {'after':>13} {'seconds':>7}")  # fmt: skip
     for num_ranks in args.ranks:
         for view in TokenView:
             rows.append(measure(num_ranks, view, args))
-            print_row(rows[-1])
+            print(rows[-1], flush=True)
             harness.write(args.json, {"results": rows})
     return 0 if all(map(is_right, rows)) else 1
 
@@ -83,17 +81,6 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[s
 def is_right(row: dict[str, Any]) -> bool:
     """Whether ranks agreed and every answer was exact."""
     return bool(row["ranks_agree"] and not (row["corrupt_slots"] or row["inexact_layers"]))
-
-
-def print_row(row: dict[str, Any]) -> None:
-    planned = row["layers_by_decision"].get("planned", 0)
-    skipped = sum(row["layers_by_decision"].values()) - planned
-    print(
-        "{num_ranks:5} {view:>7} {batches:7} {planned:7} {skipped:7} {inexact_layers:7} "
-        "{corrupt_slots:7} {mean_before:5.2f} <{max_before:4.1f} {mean_after:6.3f} "
-        "<{max_after:5.2f} {seconds:7.1f}".format(**row, planned=planned, skipped=skipped),
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

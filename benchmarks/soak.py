@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +32,6 @@ CLIENTS = 4
 MAX_TOKENS = 16
 LEFT_PART = 0.2  # of the requests are given up by their client
 PAUSE_SECONDS = 0.5  # between the requests of a client, on average
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a process holds."""
-
-    resident_kibibytes: int
-    mappings: int
-    descriptors: int
-
-    @classmethod
-    def of(cls, process: int) -> "Footprint":
-        """Of the process with this number, as this process sees it."""
-        about = Path(f"/proc/{process}")
-        resident = int((about / "status").read_text().split("VmRSS:")[1].split()[0])
-        mappings = len((about / "maps").read_text().splitlines())
-        return cls(resident, mappings, len(os.listdir(about / "fd")))
 
 
 def main() -> int:
@@ -153,8 +135,14 @@ def held(running: BalancedServer) -> dict[str, Any]:
     """What every process of the server holds, by its number and title."""
     processes = {}
     for process in sorted(_descendants(running.process_id) | {running.process_id}):
-        command = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
-        processes[f"{process} {command[:60]!a}"] = asdict(Footprint.of(process))
+        about = Path(f"/proc/{process}")
+        command = (about / "cmdline").read_bytes().decode(errors="replace")
+        status = (about / "status").read_text()
+        processes[f"{process} {command[:60]!a}"] = {
+            "resident_kibibytes": int(status.split("VmRSS:")[1].split()[0]),
+            "mappings": len((about / "maps").read_text().splitlines()),
+            "descriptors": len(os.listdir(about / "fd")),
+        }
     return processes
 
 

@@ -113,14 +113,8 @@ def printed(line: str) -> str:
 def command(line: str) -> list[str]:
     """A shell that finds this environment's commands and replaces itself by the last one."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return [
-        "env",
-        f"PATH={path}",
-        "COLUMNS=90",
-        "bash",
-        "-c",
-        f"exec {line}" if "|" not in line else line,
-    ]
+    made = f"exec {line}" if "|" not in line else line
+    return ["env", f"PATH={path}", "COLUMNS=90", "bash", "-c", made]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
 """Dockerfiles and Compose: linted, valid, closed to other hosts, and true to what they package."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,35 +81,6 @@ def test_images_for_cpu_were_built_and_serve() -> None:
     assert built == bases, "run `make images`: these bases are not those that were built on"
     served = {run["image"] for run in found["runs"] if "SIGTERM ends it" in str(run)}
     assert served == {"vllm-cpu", "sglang-cpu"}
-
-
-def test_a_build_has_the_files_that_pip_is_told_of(tmp_path: Path) -> None:
-    """By the tool's own reading of pip's settings, from files and variables."""
-    for name in ("wheels", "index/simple", "index/files"):
-        (tmp_path / name).mkdir(parents=True)
-    variables = {
-        "PIP_FIND_LINKS": f"{tmp_path}/wheels {tmp_path}/none",
-        "PIP_EXTRA_INDEX_URL": f"file://{tmp_path}/index/simple https://pip.example.com/simple",
-        "PIP_CONFIG_FILE": "/dev/null",  # no other
-    }
-    code = (
-        "import json, images; text = images._pip_settings();"
-        "print(json.dumps([text, sorted({str(path) for path in images._paths_in(text)})]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=DEPLOY,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    text, paths = json.loads(done.stdout)
-    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
-        option = name.removeprefix("PIP_").lower().replace("_", "-")
-        assert f"\n{option} = {variables[name]}\n" in text
-    assert {f"{tmp_path}/wheels", f"{tmp_path}/index"} <= {*paths}
-    assert not any(f"{tmp_path}/none" in path for path in paths)
 
 
 def _base(path: Path) -> str:

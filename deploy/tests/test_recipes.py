@@ -1,7 +1,6 @@
 """The page of recipes: every command is parsed by who takes it, every file follows its schema."""
 
 import argparse
-import asyncio
 import json
 import re
 import subprocess
@@ -9,8 +8,6 @@ import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock, patch
 
 import jsonschema
 import pytest
@@ -212,23 +209,6 @@ def test_ray_serve_takes_the_command_and_deploys_two_replicas() -> None:
     assert deployment.init_kwargs == {"tensor_parallel_size": options.gpus}
     config = BalanceConfig(**ray_serve.ENGINE["additional_config"]["ultraep"])
     assert config.policy is Policy.QUOTA
-
-
-def test_a_replica_answers_the_request_of_the_page() -> None:
-    ((body,),) = [line[line.index("-d") + 1 :] for line in program("curl")]
-    vllm = MagicMock()
-    output = SimpleNamespace(outputs=[SimpleNamespace(text=" Paris")])
-    vllm.LLM.return_value.generate.return_value = [output]
-
-    class Request:
-        async def json(self) -> object:
-            return json.loads(body)
-
-    with patch.dict(sys.modules, vllm=vllm):
-        replica = ray_serve.Replica("MODEL", dtype="float32")
-        assert asyncio.run(replica(Request())) == [" Paris"]
-    assert vllm.LLM.call_args.kwargs == {**ray_serve.ENGINE, "dtype": "float32"}
-    assert vllm.SamplingParams.call_args.kwargs == {"temperature": 0, "max_tokens": 16}
 
 
 def test_our_own_commands_are_taken() -> None:
