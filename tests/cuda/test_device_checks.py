@@ -63,20 +63,20 @@ def report_of(folder: Path, parts: list[str], path: str = "") -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bare_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all parts but the tests' own checks, on a bare machine."""
-    folder = tmp_path_factory.mktemp("bare")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of all parts on a bare machine, and of the tests' own checks; they run beside each other."""
+    bare, *folders = (tmp_path_factory.mktemp(part) for part in ("bare", *PARTS_OF_CHECKS))
     for package in NOT_ON_BARE_MACHINES:
-        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package} here')\n")
-    return report_of(folder, list(ROWS), path=str(folder))
-
-
-@pytest.fixture(scope="module")
-def check_reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of the tests' own checks, whose parts run beside each other."""
+        (bare / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package} here')\n")
+    runs = [(bare, list(ROWS), str(bare))]
+    runs += [(folder, [part], "") for folder, part in zip(folders, PARTS_OF_CHECKS, strict=True)]
     with ThreadPoolExecutor() as pool:
-        folders = [tmp_path_factory.mktemp(part) for part in PARTS_OF_CHECKS]
-        return list(pool.map(report_of, folders, ([part] for part in PARTS_OF_CHECKS)))
+        return list(pool.map(report_of, *zip(*runs, strict=True)))
+
+
+@pytest.fixture
+def bare_report(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    return reports[0]
 
 
 def test_a_dry_run_makes_every_part_in_order(bare_report: dict[str, Any]) -> None:
@@ -97,12 +97,13 @@ def test_part(bare_report: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_kernels(check_reports: list[dict[str, Any]], name: str) -> None:
-    rows = [row for report in check_reports for row in report["parts"][0]["rows"]]
+def test_kernels(reports: list[dict[str, Any]], name: str) -> None:
+    checks = reports[1:]
+    rows = [row for report in checks for row in report["parts"][0]["rows"]]
     mine = [row for row in rows if row["what"].split("[")[0] in (name, name.split("::")[0])]
     failed = [f"{row['what']}\n{row['error']}" for row in mine if not row["passed"]]
     assert not failed, "\n".join(failed)
-    assert mine, "\n".join(report["output"] for report in check_reports)
+    assert mine, "\n".join(report["output"] for report in checks)
 
 
 def test_simulated_layers_are_balanced_and_their_outputs_compared(

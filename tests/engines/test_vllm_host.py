@@ -292,10 +292,18 @@ def join_groups(rank: int, path: str) -> None:
     state._TP = GroupCoordinator(ranks, rank, "gloo", True, group_name="tp")
 
 
-def compute_on_rank(rank: int, path: str, dp_size: int, dtype: torch.dtype) -> list[list[float]]:
-    """A rank's output with experts where they live, with slots in use, and of as many rows."""
+CASES = [(dp_size, dtype) for dp_size in (1, NUM_RANKS) for dtype in DTYPES]
+
+
+def compute_on_rank(rank: int, path: str) -> list[list[list[float]]]:
+    """A rank's outputs in all cases."""
     current_platform.import_kernels()
     join_groups(rank, path)
+    return [compute_case(rank, dp_size, dtype) for dp_size, dtype in CASES]
+
+
+def compute_case(rank: int, dp_size: int, dtype: torch.dtype) -> list[list[float]]:
+    """With experts where they live, with slots in use, and of as many rows."""
     layer, _ = make_layer(dp_size=dp_size, dtype=dtype)
     stage = put_in_kernel(layer)
     x, weights, ids = make_batch(dtype)
@@ -303,8 +311,8 @@ def compute_on_rank(rank: int, path: str, dp_size: int, dtype: torch.dtype) -> l
         x, weights, ids = (part[rank * 570 :] for part in (x, weights, ids))
     few = slice(rank if dp_size > 1 else 0)
     sent: list[int] = []
-    send = host._all_to_all
-    vars(host)["_all_to_all"] = lambda rows, *to: sent.append(len(rows)) or send(rows, *to)
+    send, patch = host._all_to_all, pytest.MonkeyPatch()
+    patch.setattr(host, "_all_to_all", lambda rows, *to: sent.append(len(rows)) or send(rows, *to))
     outputs = [
         compute(layer, x, weights, ids),
         compute(layer, x[few], weights[few], ids[few]),
@@ -320,21 +328,26 @@ def compute_on_rank(rank: int, path: str, dp_size: int, dtype: torch.dtype) -> l
     outputs.append(compute(layer, x, weights, physical))
     one = physical[:, :1]  # as many rows as tokens: what experts give may lie in the output itself
     outputs.append(compute(layer, x, weights[:, :1], one))
+    patch.undo()
     assert max(sent, default=0) <= NUM_RANKS * NUM_TOKENS  # a token goes to a rank once
     return [output.float().flatten().tolist() for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dp_size", [1, NUM_RANKS], ids=["tensor", "data"])
-def test_ranks_give_the_formula_wherever_experts_are_computed(
-    dp_size: int, dtype: torch.dtype
-) -> None:
+@pytest.fixture(scope="module")
+def computed() -> list[list[list[list[float]]]]:
+    """Outputs by rank and case."""
     with fresh_run_path() as path:
-        found = run_ranks(
-            compute_on_rank, NUM_RANKS, str(path), dp_size, dtype, timeout_seconds=300
-        )
+        return run_ranks(compute_on_rank, NUM_RANKS, str(path), timeout_seconds=300)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_give_the_formula_wherever_experts_are_computed(
+    computed: list[list[list[list[float]]]], case: tuple[int, torch.dtype]
+) -> None:
+    dp_size, dtype = case
     layer, matrices = make_layer(dtype=dtype)
-    for rank, (home, few, moved, one) in enumerate(found):
+    for rank, of_rank in enumerate(computed):
+        home, few, moved, one = of_rank[CASES.index(case)]
         first = rank * 570 if dp_size > 1 else 0
         x, weights, ids = (part[first:] for part in make_batch(dtype))
         expected = expected_output(layer, matrices, x, weights, ids)
