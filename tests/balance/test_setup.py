@@ -16,9 +16,9 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common import group
-from ultraep_serve.engines.common.group import BalancedLayers, EngineRank, make_backend
+from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
 from ultraep_serve.engines.common.requirements import why_never_balanced
-from ultraep_serve.errors import FabricError, PeerTimeoutError, UnsupportedError
+from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
@@ -221,11 +221,3 @@ def test_who_compiles_for_longer_than_the_timeout_is_waited_for(run_path: Path) 
     said = run_ranks(compile_for_long, 4, run_path)
     assert "rows of other domains" in said[0]
     assert "rank 3" in said[2]
-
-
-def test_experts_elsewhere_are_refused(run_path: Path) -> None:
-    setup = GroupSetup(
-        BalanceConfig(run_dir=str(run_path)), SHAPE, TokenView.OWN, Location.on_one_host(0, 2)
-    )
-    with pytest.raises(UnsupportedError):
-        make_backend(torch.device("meta"), setup)

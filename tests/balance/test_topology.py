@@ -5,21 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from tests.support.ring_files import create
-from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import rendezvous as locating
-from ultraep_serve.engines.common.group import make_backend
 from ultraep_serve.engines.common.rendezvous import find_location
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import Location, domain_of, locate
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
-from ultraep_serve.types import ExpertShape, TokenView
 
 
 def test_a_host_is_a_domain_unless_it_is_divided() -> None:
@@ -37,13 +33,6 @@ def test_a_host_is_a_domain_unless_it_is_divided() -> None:
     assert (both.host, both.domain, both.num_domains) == (range(4, 8), range(8), 1)
     assert (whole.spans_hosts, half.spans_hosts, both.spans_hosts) == (False, False, True)
     assert locate(5, [*hosts, 1, 1, 1, 1, 2, 2, 2, 2], 8).num_domains == 2
-
-
-def test_a_cpu_keeps_its_memory_to_its_host() -> None:
-    location = locate(0, [1, 1, 2, 2], 4)
-    setup = GroupSetup(BalanceConfig(), ExpertShape(4, 8, 1), TokenView.OWN, location)
-    with pytest.raises(UnsupportedError, match="use at most the 2 ranks of a host"):
-        make_backend(torch.device("cpu"), setup)
 
 
 @pytest.mark.parametrize(

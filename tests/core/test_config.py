@@ -12,10 +12,9 @@ from ultraep_serve.config import (
     SidecarSettings,
     add_file_flag,
     given_settings,
-    parse_policy,
 )
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import ConfigError, UltraEPError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import (
     CONFIG_VARIABLE,
     child_environment,
@@ -88,13 +87,6 @@ def test_settings_come_from_the_engines_own_configuration_or_the_environment(
     assert BalanceConfig.chosen(given, "given") == chosen
     with pytest.raises(ConfigError, match=f"given and the variable {CONFIG_VARIABLE}.* slots"):
         BalanceConfig.chosen({**given, "slots": 2}, "given")
-
-
-def test_policies_by_name() -> None:
-    assert [parse_policy(policy.value) for policy in Policy] == list(Policy)
-    with pytest.raises(UltraEPError, match="unknown policy 'QUOTA'"):
-        parse_policy("QUOTA")
-    assert BalanceConfig().replace(policy=Policy.OFF).policy is Policy.OFF
 
 
 def test_every_flag_arrives_with_its_type() -> None:

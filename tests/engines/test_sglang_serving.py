@@ -16,6 +16,8 @@ from tests.support.serving_checks import (
     PROMPTS,
     balance,
     check_balanced,
+    check_end,
+    check_without_files,
     run_paths,
     served,
 )
@@ -52,8 +54,9 @@ def recorded_counts(server: BalancedServer, prompts: list[str], directory: Path)
     return dumps[0]["logical_count"].sum(dim=0).tolist()
 
 
+@pytest.mark.night
 class TestOneServer:
-    """The last test kills one of its ranks."""
+    """The last test ends it."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -85,12 +88,11 @@ class TestOneServer:
             sidecar.set_policy(Policy.QUOTA)
             assert recorded_counts(server, PROMPTS[:4], records) == off
 
-    def test_killed_rank_ends_the_server_and_leaves_nothing(self, server: BalancedServer) -> None:
-        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
-        victim = balance(server)["ranks"][1]["pid"]
-        subprocess.run(["kill", "-KILL", str(victim)], check=True)
-        assert server.wait(90.0) != 0
-        until(lambda: not run_paths(server), 30.0)
+    def test_it_serves_on_without_its_files_and_says_so(self, server: BalancedServer) -> None:
+        check_without_files(server)
+
+    def test_it_ends_when_it_is_asked_to(self, server: BalancedServer) -> None:
+        check_end(server)
 
 
 @pytest.mark.night

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,10 +15,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 from tests.support.serving_checks import (
-    CONTEXT,
     PROMPTS,
     balance,
     check_balanced,
+    check_end,
+    check_nothing_left,
+    check_without_files,
     run_paths,
     served,
 )
@@ -29,7 +30,6 @@ from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.comparators import policy_function
 from ultraep_lab.demo.balanced_server import BalancedServer, generate_under
-from ultraep_lab.demo.models import make_model
 from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace
@@ -43,8 +43,9 @@ def serve(model: Path, directory: Path, mode: str, *extra: str) -> BalancedServe
     return served("vllm", model, directory, mode, "float32", *extra)
 
 
+@pytest.mark.night
 class TestTensorParallel:
-    """One compiled server; the last test kills one of its ranks."""
+    """One compiled server, which the last test ends."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -57,7 +58,6 @@ class TestTensorParallel:
     def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
 
-    @pytest.mark.night
     def test_without_balancing_tokens_are_the_same_and_nothing_of_ours_is_left(
         self, server: BalancedServer, qwen3: Path, tmp_path: Path
     ) -> None:
@@ -69,13 +69,11 @@ class TestTensorParallel:
                 httpx.get(f"{plain.sidecar_url}/healthz")
         assert compare_tokens(off, alone).identical == len(PROMPTS)
 
-    def test_killed_rank_ends_the_server_and_leaves_nothing(self, server: BalancedServer) -> None:
-        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
-        victim = balance(server)["ranks"][1]["pid"]
-        subprocess.run(["kill", "-KILL", str(victim)], check=True)
-        wait_until_not_ready(server)
-        server.wait(180.0)  # vLLM's status is 0 where its engine died after the start
-        until(lambda: not run_paths(server), 30.0)
+    def test_it_serves_on_without_its_files_and_says_so(self, server: BalancedServer) -> None:
+        check_without_files(server)
+
+    def test_it_ends_when_it_is_asked_to(self, server: BalancedServer) -> None:
+        check_end(server)
 
 
 class TestDataParallel:
@@ -115,7 +113,7 @@ class TestDataParallel:
         subprocess.run(["kill", "-KILL", str(server.process_id)], check=True)
         assert server.wait(5.0) == -signal.SIGKILL
         until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 180.0)
-        until(lambda: not run_paths(server), 30.0)
+        check_nothing_left(server)
 
 
 @pytest.mark.night
@@ -132,32 +130,6 @@ def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_p
         found = balance(server)
         assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
         assert all(rank["bytes_received"] > 0 for rank in found["ranks"][::2])
-
-
-def wait_until_not_ready(server: BalancedServer) -> None:
-    """503 with a reason, or no sidecar any more because the server has ended already."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            reply = httpx.get(f"{server.sidecar_url}/readyz")
-        except httpx.TransportError:
-            return
-        if reply.status_code == 503:
-            assert reply.json()["reasons"]
-            return
-        time.sleep(0.05)
-    pytest.fail("/readyz stays 200 after a rank was killed")
-
-
-@pytest.mark.night
-def test_layer_that_cannot_be_balanced_serves_plainly_on_request(tmp_path: Path) -> None:
-    """Seven experts do not divide evenly over two ranks."""
-    seven = make_model(tmp_path / "model", replace(tiny_qwen3(1.0, num_ranks=1), num_experts=7))
-    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager"]
-    flags += ["--max-model-len", str(CONTEXT), "--on-unsupported", "off"]
-    with BalancedServer(seven, flags, tmp_path / "log") as server:
-        assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
-    assert "serving without balancing" in (tmp_path / "log").read_text()
 
 
 def record_one_prompt(server: BalancedServer, out: Path) -> LoadTrace:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.serving_checks import check_balanced
+from tests.support.serving_checks import check_balanced, check_killed_rank
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.waiting import until
 from tests.support.ways_to_start import CONTEXT, ENVIRONMENT, SETTINGS, UnmodifiedServer
@@ -46,14 +44,6 @@ def environment(engine: str, **settings: Any) -> dict[str, str]:
     if engine == "sglang":
         made["ULTRAEP_CONFIG"] = json.dumps({**SETTINGS, **settings})
     return made
-
-
-def answers(url: str) -> bool:
-    """Whether a sidecar is there."""
-    try:
-        return httpx.get(f"{url}/healthz").is_success
-    except httpx.TransportError:
-        return False
 
 
 def is_removed(run_path: Path) -> bool:
@@ -111,7 +101,7 @@ def server(
 
 
 class TestServer:
-    """One server of the engine that is here; the last test ends it."""
+    """One server of the engine that is here; the last test kills one of its ranks."""
 
     def test_it_is_balanced_and_gives_the_same_tokens(self, server: UnmodifiedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
@@ -133,21 +123,8 @@ class TestServer:
         check_program("llm", "vllm", qwen3, tmp_path)
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
 
-    def test_it_serves_on_without_its_files_and_says_so(self, server: UnmodifiedServer) -> None:
-        """As the start script of another server in the same container may do."""
-        run_path = server.run_path
-        for path in run_path.iterdir():
-            path.unlink()
-        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 503
-        body = {"model": server.model, "prompt": "once", "max_tokens": 4}
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
-
-    def test_it_ends_and_leaves_nothing(self, server: UnmodifiedServer) -> None:
-        run_path = server.run_path
-        os.kill(server.process_id, signal.SIGTERM)
-        server.wait(60.0)
-        until(lambda: not run_path.exists())
-        until(lambda: not answers(server.sidecar_url))
+    def test_a_killed_rank_ends_it_and_leaves_nothing(self, server: UnmodifiedServer) -> None:
+        check_killed_rank(server)
 
 
 @pytest.mark.parametrize(

@@ -140,16 +140,6 @@ def test_llep_spills_down_to_the_capacity() -> None:
     assert rank_loads("llep", loads, 2, no_history(loads)) == [1100, 900]
 
 
-def test_llep_does_not_split_small_parts_off() -> None:
-    """Capacity 1100: 1900 leave rank 0, no rank has room for all, nor for 1024 of it.
-
-    So the least loaded one, rank 3, takes them as a whole. Its own 350 go to the next one then.
-    """
-    loads = loads_of([3000, 500, 500, 0, 0], 5)
-    loads[0, 3:] = 350, 650
-    assert rank_loads("llep", loads, 2, no_history(loads)) == [1100, 850, 500, 1900, 650]
-
-
 def test_ideal_deals_by_speed() -> None:
     loads = np.array([[100, 0, 100, 0], [100, 0, 0, 100]])
     context = PlanContext.of(ExpertShape(2, 4, 1), speeds=np.array([1024, 341]))

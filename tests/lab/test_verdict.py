@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ultraep_lab.comparators import POLICIES
-from ultraep_lab.machines import measured_costs
 from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import save_trace
@@ -69,14 +68,3 @@ def test_replay_ends_with_it(tmp_path: Path, capsys: Any) -> None:
     for wrong in (machine[:2], [*machine, "--costs", "x"]):
         with pytest.raises(ConfigError, match=r"--hardware"):
             execute([*replayed, *wrong])
-
-
-def test_costs_are_those_that_a_server_shows(tmp_path: Path) -> None:
-    own = costs(5e-5)
-    path = tmp_path / "status.json"
-    for text in (own.to_json(), json.dumps({"costs": json.loads(own.to_json())})):
-        path.write_text(text)
-        assert measured_costs(path) == own
-    path.write_text('{"costs": null}')
-    with pytest.raises(ConfigError, match="had measured no costs yet"):
-        measured_costs(path)

@@ -43,18 +43,6 @@ def test_balanced_means_balanced() -> None:
     assert imbalances(make_trace(workload(imbalance=1.0)), 8192, 8).max() < 1.05
 
 
-def hottest_ranks(trace: Trace, start: int) -> list[int]:
-    """The busiest of 8 ranks in each layer."""
-    ids = trace.topk_ids[start : start + 2048] // 8
-    return [int(np.bincount(ids[:, layer].ravel()).argmax()) for layer in range(ids.shape[1])]
-
-
-def test_switch_changes_the_hot_rank_and_comes_back() -> None:
-    trace = make_trace(workload("switch", imbalance=3.0))
-    first, second, third = (hottest_ranks(trace, start) for start in (0, 2048, 4096))
-    assert first == third != second
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_seed_same_trace(kind: str) -> None:
     one, two = (make_trace(workload(kind, num_tokens=300, period=100)) for _ in range(2))

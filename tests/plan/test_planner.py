@@ -63,15 +63,6 @@ def test_known_plan() -> None:
     assert plan.share.tolist() == [[30, 10], [10, 0], [0, 10], [0, 0]]
 
 
-def test_a_domain_below_the_floor_sends_nothing() -> None:
-    shape = ExpertShape(4, 8, 1)
-    loads = np.zeros((4, 8), np.int32)
-    loads[:, :2] = 1000  # rank 0: domain 0's mean is 4000
-    loads[:, 4] = 500  # rank 2: uneven, but below 4000
-    plan = plan_all(loads, shape, domain_size=2)
-    assert (plan.slot_expert[2:] == -1).all()
-
-
 @pytest.mark.parametrize(
     ("loads", "source_rank", "domain_size", "message"),
     [

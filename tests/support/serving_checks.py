@@ -1,6 +1,7 @@
 """What the tests of both engines' servers have in common."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 import httpx
 
 from tests.support.namespaces import Hosts, on_host
+from tests.support.waiting import until
+from ultraep_lab.bench.greedy_tokens import generate
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.balanced_server import (
     BalancedServer,
@@ -69,6 +72,45 @@ def check_balanced(server: BalancedServer, num_layers: int) -> None:
     assert summary["bytes_moved"] > 0
     assert summary["batches"]["skipped"]["inconsistent"] == 0
     assert "ultraep: loading has ended" in server.log_path.read_text(errors="replace")
+
+
+def check_killed_rank(server: BalancedServer) -> None:
+    """It ends the server, whose sidecar says so before, and nothing is left."""
+    assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+    os.kill(balance(server)["ranks"][1]["pid"], signal.SIGKILL)
+    until(lambda: _readiness(server) != 200, 30.0)
+    server.wait(180.0)  # vLLM's status is 0 where its engine died after the start
+    check_nothing_left(server)
+
+
+def check_without_files(server: BalancedServer) -> None:
+    """It serves on, and says so, when a start script deletes all files in shared memory."""
+    (run_path,) = run_paths(server)
+    for path in run_path.iterdir():
+        path.unlink()
+    assert _readiness(server) == 503
+    generate(server.url, server.model, PROMPTS[:1], 4, concurrency=1)
+
+
+def check_end(server: BalancedServer) -> None:
+    """It ends when it is asked to, and nothing is left."""
+    os.kill(server.process_id, signal.SIGTERM)
+    server.wait(60.0)
+    check_nothing_left(server)
+
+
+def check_nothing_left(server: BalancedServer) -> None:
+    """No run directory and no sidecar of a server that has ended."""
+    until(lambda: not run_paths(server), 30.0)
+    until(lambda: _readiness(server) == 0)
+
+
+def _readiness(server: BalancedServer) -> int:
+    """The status of /readyz; 0 where there is no sidecar."""
+    try:
+        return httpx.get(f"{server.sidecar_url}/readyz").status_code
+    except httpx.TransportError:
+        return 0
 
 
 class HostServer(BalancedServer):
@@ -161,10 +203,3 @@ def check_two_hosts(first: BalancedServer, second: BalancedServer, num_layers: i
         assert one["imbalance"]["before"]["mean"] > one["floor"] * 1.05
         assert 1.0 < one["floor"] <= one["imbalance"]["after"]["mean"] < one["floor"] * 1.03
         assert one["bytes_moved"] > 0
-    refusal = httpx.post(
-        f"{second.sidecar_url}/v1/control/policy",
-        json={"policy": "off"},
-        headers={"Authorization": f"Bearer {second.token}"},
-    )
-    assert refusal.status_code == 409
-    assert "ask the sidecar there" in refusal.json()["detail"]
