@@ -107,13 +107,13 @@ def test_ranks_agree_on_the_costs_they_measure() -> None:
 
 
 def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
-    """Layers of 16 ranks on two hosts that share memory; slots filled here, and by relays."""
+    """Layers of 8 ranks on two hosts that share memory; slots filled here, and by relays."""
     search_briefly()
-    shape, host = ExpertShape(16, 32, 2), run_path / f"host-{rank // 8}"
+    shape, host = ExpertShape(8, 16, 2), run_path / f"host-{rank // 4}"
     host.mkdir(exist_ok=True)
     cheap = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e12)
     config = CONFIG.replace(
-        run_dir=str(host), costs=cheap.to_json(), domain_size=16, self_check="off"
+        run_dir=str(host), costs=cheap.to_json(), domain_size=8, self_check="off"
     )
     layers = [
         [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 2)]
@@ -132,10 +132,10 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
         TokenView.SHARED,
         layers,
         lambda _: None,
-        EngineRank("test", rank, engine_group(run_path, rank, 16)),
+        EngineRank("test", rank, engine_group(run_path, rank, 8)),
         make_backend,
     )
-    ids = torch.arange(640) % 32
+    ids = torch.arange(640) % 16
     ids[: len(ids) * 2 // 3] = 5  # of rank 2, wanted on both hosts
     filled = relayed = 0
     for layer in range(LAYERS):
@@ -156,6 +156,6 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
 
 def test_a_domain_of_two_hosts_copies_and_relays_between_them() -> None:
     with fresh_run_path() as run_path:
-        found = run_ranks(join_rack, 16, run_path, timeout_seconds=400.0)
+        found = run_ranks(join_rack, 8, run_path, timeout_seconds=400.0)
     filled, relayed = zip(*found, strict=True)
-    assert all(sum(of_host) > 0 for of_host in (filled[:8], filled[8:], relayed[8:]))
+    assert all(sum(of_host) > 0 for of_host in (filled[:4], filled[4:], relayed[4:]))
