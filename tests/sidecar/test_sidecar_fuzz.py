@@ -12,8 +12,6 @@ from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.types import ExpertShape
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
 
 
@@ -28,6 +26,7 @@ def run(tmp_path: Path) -> Iterator[SyntheticRun]:
 
 def test_the_interface_keeps_to_its_document(tmp_path: Path, run: SyntheticRun) -> None:
     """Every other call bears the token, so that what lies behind it is reached as well."""
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(tmp_path, TOKEN))
     calls = 0
 
