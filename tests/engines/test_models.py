@@ -11,7 +11,7 @@ from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_lab.demo.gates import NUM_HOT, hot_rank, one_thread
 from ultraep_lab.demo.models import SMALL_HIDDEN_SIZE, make_model
 from ultraep_lab.demo.spec import ModelSpec
-from ultraep_lab.demo.text import WORDS_PER_DOMAIN, sample_text
+from ultraep_lab.demo.text import sample_text
 from ultraep_serve.types import imbalance
 
 torch = pytest.importorskip("torch")
@@ -107,10 +107,3 @@ def test_tokenizer_counts_words_and_round_trips(made: dict[ModelSpec, Path]) -> 
         [{"role": "user", "content": sample_text("law", 50, 0)}], return_dict=False
     )
     assert len(chat) == 50
-
-
-def test_texts_of_neighbouring_seeds_share_no_prefix() -> None:
-    starts = {sample_text("law", 4, seed).split()[0] for seed in range(300, 300 + WORDS_PER_DOMAIN)}
-    assert len(starts) == WORDS_PER_DOMAIN
-    far = {tuple(sample_text("law", 2, seed).split()) for seed in range(0, 10_000, 97)}
-    assert len(far) == len(range(0, 10_000, 97))

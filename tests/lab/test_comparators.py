@@ -109,12 +109,6 @@ def test_kept_replicas_go_by_proportion() -> None:
     assert np.array_equal(fresh.slot_expert, quota.slot_expert)
 
 
-@pytest.mark.parametrize("name", ["eplb", "eplb-slots", "lplb"])
-def test_without_a_past_nothing_is_placed(name: str) -> None:
-    loads = loads_of([60, 20, 10, 10], 2)
-    assert rank_loads(name, loads, 1, no_history(loads)) == [80, 20]
-
-
 def test_eplb_slots_keeps_masters() -> None:
     """Expert 0 is copied to rank 1; rank 0's slot holds rank 1's heaviest."""
     loads = loads_of([60, 20, 12, 8], 2)
@@ -138,12 +132,3 @@ def test_llep_spills_down_to_the_capacity() -> None:
     """Mean 1000, capacity 1100: the heaviest expert stays, with what fits beside the rest."""
     loads = loads_of([1200, 300, 300, 200], 2)
     assert rank_loads("llep", loads, 2, no_history(loads)) == [1100, 900]
-
-
-def test_ideal_deals_by_speed() -> None:
-    loads = np.array([[100, 0, 100, 0], [100, 0, 0, 100]])
-    context = PlanContext.of(ExpertShape(2, 4, 1), speeds=np.array([1024, 341]))
-    plan = POLICIES["ideal"](loads, context, no_history(loads))
-    assert plan.shares is not None
-    assert plan.quota.sum(0).tolist() == [300, 100]
-    assert plan.shares[0, 0].tolist() == [75, 25]
