@@ -98,8 +98,8 @@ def _link_shim(site: Path) -> None:
         return  # no torch for CUDA
     folder = Path(nccl.submodule_search_locations[0], "lib")
     source, made = FOLDER / "one_gpu" / "nccl_shim.c", site / SHIM
-    command = ["gcc", "-shared", "-fPIC", source, f"-L{folder}", "-l:libnccl.so.2", "-o", made]
-    subprocess.run([*command, f"-Wl,-rpath,{folder}"], check=True)
+    needed = ["-Wl,--no-as-needed", f"-L{folder}", "-l:libnccl.so.2", f"-Wl,-rpath,{folder}"]
+    subprocess.run(["gcc", "-shared", "-fPIC", source, *needed, "-o", made], check=True)
 
 
 def _assembler() -> str:

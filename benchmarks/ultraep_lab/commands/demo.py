@@ -32,8 +32,10 @@ from ultraep_serve.types import Policy
 __all__ = ["add_arguments", "affordable", "run"]
 
 _CONTEXT = 16384
-_CHECKED_PROMPTS = 64
+_CHECKED_PROMPTS, _LONGEST_CHECKED = 64, 768  # tokens: three times min_batch_tokens
 _POLICIES = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
+# compiling takes a minute, and filling half of the memory with an empty cache a quarter of one
+_QUICK_START = ["--enforce-eager", "--kv-cache-memory-bytes", str(1 << 29)]
 _OUTPUTS = {"vllm": "demo.json", "sglang": "demo-sglang.json"}
 _FEWEST_ROUNDS = 3
 _PROBE_TOKENS = 2048
@@ -94,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def server(numbers: str, left: float, *more: str) -> BalancedServer:
         given = [*expert_parallel_flags(flags.mode, numbers, _CONTEXT, engine), *more]
-        given += ["--enforce-eager"] if engine == "vllm" else []  # compiling takes a minute
+        given += _QUICK_START if engine == "vllm" else []
         log, until = flags.results / f"demo-{numbers}.log", progress.seconds + left
         what = f"starting {engine} in {numbers} on two ranks ({flags.mode} parallel)"
         progress.say(what, left, always=True)
@@ -160,7 +162,8 @@ def _cost(lengths: list[int], rounds: int, probed: float) -> float:
 def _checked(running: BalancedServer, progress: Progress) -> dict[str, object]:
     what = f"comparing the greedy tokens of {_CHECKED_PROMPTS} prompts"
     progress.say(what, _CHECK_SECONDS, always=True)
-    return check_tokens(running, mixed_prompts(_CHECKED_PROMPTS)).to_json("float32")
+    prompts = mixed_prompts(_CHECKED_PROMPTS, _LONGEST_CHECKED)
+    return check_tokens(running, prompts).to_json("float32")
 
 
 def _notes(

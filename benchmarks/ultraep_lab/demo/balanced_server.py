@@ -48,7 +48,7 @@ __all__ = [
 Self = TypeVar("Self", bound="BalancedServer")
 _STOP_SECONDS, _GROUP_SECONDS = 60.0, 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
+_SHORTEST = 16  # tokens of a prompt, as few as a decode batch has
 
 
 class BalancedServer:
@@ -230,11 +230,11 @@ def measure_server(
         return prefill_document(result, balanced, command, model)
 
 
-def mixed_prompts(count: int) -> list[str]:
-    """``count`` texts of mixed lengths, from the domains in turn."""
+def mixed_prompts(count: int, longest: int = 1500) -> list[str]:
+    """``count`` texts of mixed lengths, up to ``longest`` tokens, from the domains in turn."""
     chooser = random.Random(0)
     return [
-        sample_text(DOMAINS[i % len(DOMAINS)], chooser.randint(_SHORTEST, _LONGEST), seed=i)
+        sample_text(DOMAINS[i % len(DOMAINS)], chooser.randint(_SHORTEST, longest), seed=i)
         for i in range(count)
     ]
 

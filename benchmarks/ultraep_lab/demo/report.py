@@ -50,6 +50,7 @@ def demo_report(
         },
         "token_check": {name: token_check[name] for name in ("dtype", "prompts", "identical")},
         "machine": bench["machine"],
+        "command": bench["command"],
     }
 
 

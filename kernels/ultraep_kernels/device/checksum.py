@@ -28,9 +28,11 @@ def _checksums_kernel(
     stride,  # words from one expert to the next
     BLOCK: tl.constexpr,
 ):
-    expert = tl.program_id(0)
+    blocks = tl.cdiv(num_words, BLOCK)
+    expert = tl.program_id(0) // blocks
     if tl.load(wanted_ptr + expert) != 0:
-        places = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        block = (tl.program_id(0) % blocks).to(tl.int64)
+        places = block * BLOCK + tl.arange(0, BLOCK)
         address = words_ptr + expert.to(tl.int64) * stride + places
         words = tl.load(address, mask=places < num_words, other=0).to(tl.int64) & 0xFFFFFFFF
         tl.atomic_add(sums_ptr + expert, tl.sum(words * (2 * places + 1), axis=0))
@@ -45,7 +47,7 @@ def checksums(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Te
     for tensor in tensors:
         words = expert_words(tensor)
         sums = torch.zeros_like(total)
-        grid = (wanted.numel(), max(1, -(-words.shape[1] // _BLOCK)))
+        grid = (wanted.numel() * -(-words.shape[1] // _BLOCK),)
         sizes = words.shape[1], words.stride(0)
         launch(_checksums_kernel, grid, words, wanted, sums, *sizes, BLOCK=_BLOCK)
         total = total * TENSOR_FACTOR + sums
