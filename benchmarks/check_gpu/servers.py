@@ -49,11 +49,12 @@ FLAGS = {
         *("--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1 << 28)),
     ],
     "sglang": [
-        *("--tp-size", "2", "--ep-size", "2", "--dtype", "bfloat16", "--disable-radix-cache"),
-        *("--context-length", str(CONTEXT), "--max-total-tokens", str(2 * CONTEXT)),
+        *("--device", "cuda", "--tp-size", "2", "--ep-size", "2", "--dtype", "bfloat16"),
+        *("--disable-radix-cache", "--context-length", str(CONTEXT)),
+        *("--max-total-tokens", str(2 * CONTEXT), "--mem-fraction-static", "0.3"),
         *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
         *("--sampling-backend", "pytorch", "--disable-custom-all-reduce"),
-        *("--disable-cuda-graph", "--mem-fraction-static", "0.3"),
+        "--disable-cuda-graph",
     ],
 }
 GRAPHS = (

@@ -9,7 +9,7 @@ kernels do nothing, except for those of this project, which are executed (``null
 So both engines start and run as on a GPU, up to where values are compared. It shows libraries,
 flags, devices, all that the host does, and what is balanced; it shows no values of an engine, no
 order between streams, no NCCL and no times. Needs Linux, an x86-64 processor, Python 3.11 or later,
-gcc and xz.
+gcc, xz, and for SGLang nvcc of CUDA 13.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def environment(libraries: list[Path], devices: int) -> dict[str, str]:
     return os.environ | {
         "LD_PRELOAD": " ".join(map(str, libraries)),
         "LD_LIBRARY_PATH": folder,
+        "LIBRARY_PATH": folder,  # SGLang links what nvcc compiles as it starts
         "TRITON_LIBCUDA_PATH": folder,
         "TRITON_CACHE_DIR": str(MADE / "triton"),
         "VLLM_CACHE_ROOT": str(MADE / "vllm"),

@@ -79,7 +79,12 @@ def build(site: Path, target: Path, libraries: Sequence[Library] = LIBRARIES) ->
     The first one, the driver, needs Triton alone.
     """
     target.mkdir(parents=True, exist_ok=True)
-    return [_build(library, site.resolve(), target.resolve()) for library in libraries]
+    made = [_build(library, site.resolve(), target.resolve()) for library in libraries]
+    for path in made:  # as a linker looks for it
+        unversioned = target / f"{path.name.partition('.so')[0]}.so"
+        unversioned.unlink(missing_ok=True)
+        unversioned.symlink_to(path.name)
+    return made
 
 
 def _build(library: Library, site: Path, target: Path) -> Path:
