@@ -11,16 +11,7 @@ __all__ = ["LIBRARIES", "build"]
 
 FOLDER = Path(__file__).resolve().parent
 HEADERS = ("nvidia/cu13", "triton/backends/nvidia")
-OPTIONS = (
-    "-c",
-    "-fPIC",
-    "-O2",
-    "-Wall",
-    "-Werror",
-    "-fno-strict-aliasing",
-    "-fvisibility=hidden",
-    "-march=native",
-)
+OPTIONS = "-c -fPIC -O2 -Wall -Werror -fno-strict-aliasing -fvisibility=hidden -march=native"
 VISIBLE = "#pragma GCC visibility push(default)\nint null_gpu_lacks(const char *);"
 # Of the driver and the runtime, what succeeds by doing nothing; other stubs say "not supported".
 DONE_BY_DOING_NOTHING = re.compile(
@@ -90,7 +81,7 @@ def build(site: Path, target: Path, libraries: Sequence[Library] = LIBRARIES) ->
 def _build(library: Library, site: Path, target: Path) -> Path:
     made = target / library.file
     included = [f"-I{site / folder / 'include'}" for folder in HEADERS]
-    compiling = ["gcc", *OPTIONS, *included]
+    compiling = ["gcc", *OPTIONS.split(), *included]
     linking = ["gcc", "-shared", "-o", str(made), f"-Wl,-soname,{library.file}"]
     others = [] if library.file == "libcuda.so.1" else [f"-L{target}", "-l:libcuda.so.1"]
     with tempfile.TemporaryDirectory(dir=target) as folder:
