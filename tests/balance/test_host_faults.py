@@ -143,7 +143,8 @@ def suffer(fault: Fault, hosts: Hosts | None) -> Ended:
     """Two ranks: of two hosts, or of one where there are no ``hosts``."""
     size = 2 if hosts is None else 1
     with fresh_run_path() as run_path:
-        outcomes = outcomes_of_ranks(serve, 2, run_path, hosts, size, fault)
+        given = run_path, hosts, size, fault
+        outcomes = outcomes_of_ranks(serve, 2, *given, timeout_seconds=180.0)  # start included
         seconds = time.time() - (run_path / "struck").stat().st_mtime
         homes = [RunFiles(run_path / f"host-{rank // size * size}") for rank in range(2)]
         return Ended(outcomes, [home.lost_reason() for home in homes], seconds)

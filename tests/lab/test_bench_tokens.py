@@ -56,7 +56,7 @@ def test_comparison_stops_at_the_first_difference() -> None:
 def bench_document(**ttft: float) -> dict[str, Any]:
     row = {"prompt_tokens": 4096, "ttft_seconds": ttft, "efficiency": 0.9, "recovered": 0.8}
     imbalance = {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}}
-    common = {"ranks": 2, "imbalance": imbalance, "layers": [], "machine": {"cores": 2}}
+    common = {"ranks": 2, "imbalance": imbalance, "layers": [], "machine": {}, "command": ""}
     return {**common, "rows": [row | {"rounds": 7}]}
 
 
