@@ -3,10 +3,10 @@
 servers.py FOUND vllm|sglang
 
 A row for each way to run batches (vLLM eagerly and with decode batches in CUDA graphs). The server
-measures its costs, checks itself and samples while it serves. It is asked the same prompts under
-`off` and `quota`, which is set over HTTP, and its page, `/readyz` and metrics are read. Then a rank
-is killed: the server has to end, and to say why. With one GPU both ranks share it (``one_gpu``);
-SGLang gives each rank of a host a GPU of its own, so there they are started as those of two hosts.
+measures its costs, checks itself and samples while it serves, but on the null GPU. It is asked the
+same prompts under `off` and `quota`, which is set over HTTP, and its page, `/readyz` and metrics
+are read. Then a rank is killed: the server has to end. With one GPU both ranks share it
+(``one_gpu``); SGLang gives each rank of a host its own, so there they start as those of two hosts.
 """
 
 import os

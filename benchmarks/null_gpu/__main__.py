@@ -18,7 +18,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from null_libraries import build
+sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "check_gpu")]
+
+from carried import missing_piece  # noqa: E402
+from null_libraries import build  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -38,7 +41,7 @@ def main() -> None:
     parser.add_argument("others", nargs="*", help="further arguments of check_gpu, behind --")
     options = parser.parse_args()
     python = machine()
-    if not any(KIT.glob("kit.tar.xz.*")):
+    if missing_piece(KIT):
         subprocess.run([sys.executable, ROOT / "benchmarks" / "check_gpu" / "kit.py"], check=True)
     site = subprocess.run([python, "-c", SITE], check=True, capture_output=True, text=True).stdout
     libraries = build(Path(site.strip()), MADE / "lib")
