@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-night test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults images clean
+.PHONY: setup demo check check-quick check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-night test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -16,15 +16,20 @@ test:
 	$(MAKE) test-vllm test-sglang
 	$(MAKE) --jobs=2 --output-sync=target check-deploy check-protocol-quick check-ptx-quick
 
-# What to run while working: no engine, no interpreted kernel, no compiling for GPUs, no browser.
+# What to run while working: minutes.
 check:
-	$(MAKE) --jobs=2 --output-sync=target check-tests lint docs
+	$(MAKE) --jobs=2 --output-sync=target check-quick lint docs
+
+WITHOUT_SERVERS = not engine and not interpreter and not compiler and not browser
+
+check-quick: setup
+	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile --ignore tests/engines \
+		-m "$(WITHOUT_SERVERS) and not slow"
 
 # Four at a time also on two cores, because many wait for timeouts of processes that they start;
 # by file, because fixtures of a file take longest.
 check-tests: setup
-	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile \
-		-m "not engine and not interpreter and not compiler and not browser"
+	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile -m "$(WITHOUT_SERVERS)"
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -18,7 +18,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common import group
 from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
 from ultraep_serve.engines.common.requirements import why_never_balanced
-from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
@@ -67,7 +67,7 @@ def test_what_leaves_every_load_at_home_is_named(
         (TokenView.SHARED, 5 << 30, 1),
     ],
 )
-def test_a_batch_that_memory_does_not_hold_is_named_with_one_that_it_does(
+def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
     monkeypatch: pytest.MonkeyPatch, view: TokenView, cache: int, most: int
 ) -> None:
     monkeypatch.setattr(group, "available_memory", lambda: 6 << 30)  # of two ranks
@@ -77,13 +77,13 @@ def test_a_batch_that_memory_does_not_hold_is_named_with_one_that_it_does(
         lambda *_: torch.empty(0), 8, 2048, torch.bfloat16, torch.device("cpu"), 0
     )
     joined._own = EngineRank("test", 0, cache_bytes=cache)
-    said = joined._why_too_large(8 * 100_000 * 2)
-    assert f"--chunked-prefill-size) {most} or" in said
     sources = 2 if view is TokenView.OWN else 1
-    assert joined._why_too_large(None) == ""
+    for tokens in (100_000 * sources, *([most + 1] if most > 1 else [])):
+        with pytest.raises(ConfigError, match=rf"--chunked-prefill-size\) {most} or"):
+            joined._require_memory(8 * tokens * sources)
+    joined._require_memory(None)
     if most > 1:
-        assert joined._why_too_large(8 * most * sources) == ""
-        assert joined._why_too_large(8 * (most + 1) * sources)
+        joined._require_memory(8 * most * sources)
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
@@ -97,7 +97,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
         shape,
         view,
         [layer],
-        lambda size: time.sleep(size * 1e-5),
+        lambda size: time.sleep(size * 1e-4),
         EngineRank("test", rank, group),
     )
     joined.mark_ready(logging.getLogger("test"))

@@ -20,6 +20,8 @@ from ultraep_serve.system.environment import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(ultraep_serve.__file__).parents[1]
 
 

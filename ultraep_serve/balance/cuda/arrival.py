@@ -12,6 +12,8 @@ from ultraep_serve.types import Stage
 
 __all__ = ["Arrival", "SideStream", "side_stream"]
 
+_UNTIMED = Untimed()
+
 
 class SideStream(Protocol):
     """Runs beside the current stream from a fork to the next ``join``."""
@@ -75,7 +77,7 @@ class Arrival:
 
     def __init__(self, side: SideStream) -> None:
         self.side = side
-        self.timer: LayerTimer = Untimed()  # of the layer that was routed
+        self.timer: LayerTimer = _UNTIMED  # of the layer that was routed
         self._receive: Callable[[], None] | None = None
 
     def expect(self, receive: Callable[[], None]) -> None:
@@ -84,7 +86,7 @@ class Arrival:
 
     def join(self) -> ExpertClock:
         """Order what is launched next behind all experts sent and received; times that."""
-        timer, self.timer = self.timer, Untimed()
+        timer, self.timer = self.timer, _UNTIMED
         timer.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
         self.side.join()
         if self._receive is not None:

@@ -203,16 +203,19 @@ class DeviceBalancer:
         Raises ConfigError in the capture of a graph, where so many ids were never routed before.
         """
         self._fabric.check_peers(look=micro_batch == 0)
-        capturing = is_capturing(self._device)
         begins = layer == 0 and micro_batch == 0
+        is_small = batch_tokens < self._config.min_batch_tokens
+        if is_small and not begins:
+            return self.identity(topk_ids)
+        capturing = is_capturing(self._device)
         if begins:
             self._batch += not capturing
             self._has_begun = False
             self._choice.write()
         if begins and not capturing:
             self._pending.begin()
-        if batch_tokens < self._config.min_batch_tokens:
-            if begins and not capturing:
+        if is_small:
+            if not capturing:
                 self._pending.skip(Decision.SMALL)
                 self._record_what_is_done()
             return self.identity(topk_ids)
@@ -244,11 +247,12 @@ class DeviceBalancer:
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
         """Take note that the engine has launched the layer that was routed last."""
-        if not is_capturing(self._device):
-            self._pending.close(micro_batch, is_last=self._expected.rests)
-            if self._samples is not None:
-                self._samples.computed(micro_batch)
-            self._record_what_is_done()
+        if self._pending.is_empty or is_capturing(self._device):  # as in most layers of decode
+            return
+        self._pending.close(micro_batch, is_last=self._expected.rests)
+        if self._samples is not None:
+            self._samples.computed(micro_batch)
+        self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Send each assignment to its master, (T, K) as given; padding and unknown ids give -1."""
@@ -430,8 +434,6 @@ class DeviceBalancer:
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
     def _record_what_is_done(self) -> None:
-        if self._pending.is_empty:  # as in most layers of decode batches
-            return
         with self._fabric.naming_lost_peers():
             self._write(self._pending.drain(_RECORDS_AT_ONCE))
 

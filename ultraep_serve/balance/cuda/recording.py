@@ -197,8 +197,8 @@ class PendingBatches:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way to the host."""
-        return not self._sent
+        """Whether no layer was opened whose record has not been taken."""
+        return self._current is None and not self._sent
 
     def make_room(self) -> Iterator[Entry]:
         """Yield what is left of a batch before those whose page is used next; all in order."""

@@ -16,12 +16,13 @@ from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
-from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
 from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
@@ -32,7 +33,7 @@ from ultraep_serve.engines.common.rendezvous import find_location, meet, wait_fo
 from ultraep_serve.engines.common.requirements import require_large_batches, why_never_balanced
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
-from ultraep_serve.errors import SelfCheckError, UnsupportedError
+from ultraep_serve.errors import ConfigError, SelfCheckError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.samples import Sampled
 from ultraep_serve.system.environment import first_process
@@ -265,7 +266,8 @@ class BalancedLayers:
         call it together. ``answers`` None: the self-check cannot compare outputs. ``largest``
         batch, see ``why_never_balanced``. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
-        ConfigError where hosts were started with other flags or there is not one speed per rank,
+        ConfigError where hosts were started with other flags, there is not one speed per rank, or
+        a CPU host has too little memory for the largest batch,
         PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
         what it should not.
         """
@@ -280,13 +282,13 @@ class BalancedLayers:
             _adopt(parameters, backend)
         self._slot_bytes = backend.slot_bytes
         page = self._connect(backend)
+        self._require_memory(largest)
         self._costs = backend.calibrate(run_layer)
         if page is not None and own.pipeline.number == 0:
             RunFiles(self._run_path).write_costs(self._costs)
         proof = _proof_of(backend)
         self.self_check = self._check_itself(proof, backend)
-        reason = why_never_balanced(self._setup, self._costs, largest)
-        if reason := reason or self._why_too_large(largest):
+        if reason := why_never_balanced(self._setup, self._costs, largest):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)
@@ -358,26 +360,28 @@ class BalancedLayers:
             raise
         return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
 
-    def _why_too_large(self, largest: int | None) -> str:
-        """What keeps a CPU from computing the largest batch, and what to do; empty: nothing does.
+    def _require_memory(self, largest: int | None) -> None:
+        """Raise ConfigError, on all ranks, where CPUs lack memory to compute the largest batch.
 
-        ``largest`` in assignments over all ranks. On GPUs engines try their largest at start.
+        ``largest`` in assignments over all ranks. Counted is what experts need at least, beside all
+        that is there by now. On GPUs engines try their largest at start.
         """
         answers, left, setup = self._answers, available_memory(), self._setup
         if answers is None or largest is None or left is None or answers.device.type != "cpu":
-            return ""
+            return
         left = left // setup.location.host_size - self._own.cache_bytes
+        if group := setup.engine_group:
+            ranks = HostAllGather(group.on_host, setup.connect_seconds)
+            left = int(ranks.gather(np.array([left])).min())
         top_k, hidden = answers.experts_per_token, answers.hidden_size
         sources = setup.shape.num_ranks if setup.view is TokenView.OWN else 1
         tokens = largest // top_k // sources
         most = most_tokens(left, hidden, top_k, answers.dtype) // sources
-        if tokens <= most:
-            return ""
-        return (
-            f"experts need more memory for a batch of {tokens} tokens than this host has left; "
-            f"choose --max-num-batched-tokens (SGLang: --chunked-prefill-size) {max(1, most)} or "
-            "less"
-        )
+        if tokens > most:
+            raise ConfigError(
+                f"experts need more memory for a batch of {tokens} tokens than is left; choose "
+                f"--max-num-batched-tokens (SGLang: --chunked-prefill-size) {max(1, most)} or less"
+            )
 
     def _watch_hosts(self) -> HostWatch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""
