@@ -16,20 +16,21 @@ test:
 	$(MAKE) test-vllm test-sglang
 	$(MAKE) --jobs=2 --output-sync=target check-deploy check-protocol-quick check-ptx-quick
 
-# What to run while working: minutes.
+# What to run while working, with the tests of the folder that is worked on: minutes.
 check:
 	$(MAKE) --jobs=2 --output-sync=target check-quick lint docs
 
-WITHOUT_SERVERS = not engine and not interpreter and not compiler and not browser
+WITHOUT_SERVERS = -m "not engine and not interpreter and not compiler and not browser"
+# Folders whose tests import engines, or start ranks and wait for what becomes of them.
+SLOW_FOLDERS = --ignore tests/engines --ignore tests/balance --ignore tests/faults
 
 check-quick: setup
-	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile --ignore tests/engines \
-		-m "$(WITHOUT_SERVERS) and not slow"
+	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile $(WITHOUT_SERVERS) $(SLOW_FOLDERS)
 
 # Four at a time also on two cores, because many wait for timeouts of processes that they start;
 # by file, because fixtures of a file take longest.
 check-tests: setup
-	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile -m "$(WITHOUT_SERVERS)"
+	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist loadfile $(WITHOUT_SERVERS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
     add_server_flags(parser)
     parser.add_argument("--prompt-tokens", type=harness.numbers, default=(2048, 4096, 8192))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=64, help="of tokens")
     options = parser.parse_args()
@@ -59,10 +60,10 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
     prefill = PrefillOptions(
         prompt_tokens=options.prompt_tokens, policies=policies, repeats=options.repeats
     )
-    with serve(options, model(name), "bfloat16", "--allow-ideal") as running:
+    with serve(options, model(name), options.dtype, "--allow-ideal") as running:
         document = measure_server(running, prefill, "", name)
     Console().print(prefill_view(document))
-    return document
+    return {"dtype": options.dtype, **document}
 
 
 def tokens(options: argparse.Namespace) -> dict[str, Any]:

@@ -65,10 +65,7 @@ WAYS = {
     "sglang": {"eager": []},
 }
 # where no engine's kernel computes there is nothing to measure and to compare
-UNCHECKED = [
-    *("--self-check", "off", "--verify-every", "0"),
-    *("--costs", MOVING_ALWAYS_PAYS.to_json()),
-]
+UNCHECKED = "--self-check", "off", "--verify-every", "0", "--costs", MOVING_ALWAYS_PAYS.to_json()
 RANK_TITLES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}  # of processes
 
 
@@ -84,11 +81,13 @@ class GpuServer(BalancedServer):
         return ["env", f"PYTHONPATH={path}", *super()._command()]
 
     def kill_rank(self) -> None:
-        """The last one."""
+        """The last one; on the null GPU, where no rank waits for others, the one that answers."""
+        # vLLM's engine would wait without end for another one to take its work
         title = RANK_TITLES[self._engine]
         children = psutil.Process(self.process_id).children(recursive=True)
-        ranks = [each for each in children if " ".join(each.cmdline()).startswith(title)]
-        ranks[-1].send_signal(signal.SIGKILL)
+        titles = {" ".join(each.cmdline()): each for each in children}
+        ranks = [titles[name] for name in sorted(titles) if name.startswith(title)]
+        ranks[0 if NULL_GPU else -1].send_signal(signal.SIGKILL)
 
 
 def main() -> None:

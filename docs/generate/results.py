@@ -270,7 +270,7 @@ def _ttft() -> str:
                     (
                         engine,
                         traffic + of,
-                        f"{row['prompt_tokens'] >> 10}k",
+                        f"{row['prompt_tokens'] / 1024:.2g}k",
                         times(*estimate(rounds(row, "off"))),
                         perfect,
                     )

@@ -13,8 +13,6 @@ from tests.support.stress import RandomBatches, StressReport, run_stress
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
-pytestmark = pytest.mark.slow
-
 VIEWS = list(TokenView)
 
 

@@ -19,8 +19,6 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
-pytestmark = pytest.mark.slow
-
 WIDTH, CHUNK = 12, 4096
 LONG = 60.0  # seconds; a test that waits for this fails
 

@@ -30,8 +30,6 @@ from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Stage, TokenView
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT = 2.0
 PORT = 29_500  # of the engine's store, in a network of its own
 SLACK = 25.0  # beyond the timeout, by when all must have ended, also who was stopped

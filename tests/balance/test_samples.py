@@ -17,8 +17,6 @@ from ultraep_serve.proof.samples import SampleTurns
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
 
-pytestmark = pytest.mark.slow
-
 SHAPE = ExpertShape(3, 9, 2)
 # Batches until a fault is found. Answers are checked in every eighth layer, which comes to each of
 # the three in 24; only in some of them the last rank has copies.

@@ -16,8 +16,6 @@ from ultraep_serve.proof import host
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.types import ExpertShape, TokenView
 
-pytestmark = pytest.mark.slow
-
 COSTS = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9).to_json()
 
 

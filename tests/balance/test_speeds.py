@@ -17,8 +17,6 @@ from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape, SpeedSource, parse_speeds
 
-pytestmark = pytest.mark.slow
-
 PER_ASSIGNMENT = 10_000_000  # picoseconds
 FIXED = 600  # assignments that take as long as what a layer costs whatever its load
 COSTS = IntegerCosts(PER_ASSIGNMENT, 0, 0, 0, 0, 0, base=FIXED * PER_ASSIGNMENT)

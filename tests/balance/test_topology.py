@@ -17,8 +17,6 @@ from ultraep_serve.system.topology import Location, domain_of, locate
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
 
-pytestmark = pytest.mark.slow
-
 
 def test_a_host_is_a_domain_unless_it_is_divided() -> None:
     hosts = [7, 7, 7, 7, 3, 3, 3, 3]

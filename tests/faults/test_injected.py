@@ -11,8 +11,6 @@ from tests.faults.check import is_expected
 from tests.faults.injector import Fault, inject
 from tests.faults.table import QUICK, faults
 
-pytestmark = pytest.mark.slow
-
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "faults.json"
 
 

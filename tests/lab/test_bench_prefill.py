@@ -21,8 +21,6 @@ from ultraep_serve.cli import execute
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 from ultraep_serve.types import Policy
 
-pytestmark = pytest.mark.slow
-
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
 

@@ -20,8 +20,6 @@ from ultraep_serve.system.environment import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(ultraep_serve.__file__).parents[1]
 
 
