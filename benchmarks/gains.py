@@ -38,7 +38,7 @@ def paint_prompts(axes: Any) -> None:
             before = found["law"]["before"] if "law" in found else found["before"]["mean"]
             middle, low, high = estimate(rounds(row, "off"))
             style = {"color": colour, "marker": "D" if engine == "vLLM" else "o", "capsize": 3}
-            label = f"{engine}, 2k or 4k tokens" if name == names[0] else None
+            label = f"{engine}, 0.5k to 4k tokens" if name == names[0] else None
             error = [[middle - low], [high - middle]]
             axes.errorbar(before, middle, error, linestyle="", label=label, **style)
     frame(axes, "time to first token, two CPU ranks", 1.8)
