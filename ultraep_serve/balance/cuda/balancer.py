@@ -247,7 +247,7 @@ class DeviceBalancer:
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
         """Take note that the engine has launched the layer that was routed last."""
-        if self._pending.is_empty or is_capturing(self._device):  # as in most layers of decode
+        if self._pending.is_idle or is_capturing(self._device):  # as in most layers of decode
             return
         self._pending.close(micro_batch, is_last=self._expected.rests)
         if self._samples is not None:
@@ -434,6 +434,8 @@ class DeviceBalancer:
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
     def _record_what_is_done(self) -> None:
+        if not self._pending.has_sent:
+            return
         with self._fabric.naming_lost_peers():
             self._write(self._pending.drain(_RECORDS_AT_ONCE))
 

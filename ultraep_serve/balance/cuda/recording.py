@@ -196,9 +196,14 @@ class PendingBatches:
         return self._pages[-2]
 
     @property
-    def is_empty(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no layer was opened whose record has not been taken."""
         return self._current is None and not self._sent
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether anything is on its way to the host."""
+        return bool(self._sent)
 
     def make_room(self) -> Iterator[Entry]:
         """Yield what is left of a batch before those whose page is used next; all in order."""
