@@ -64,7 +64,7 @@ def test_what_leaves_every_load_at_home_is_named(
         (TokenView.SHARED, 1 << 30, 65536),
         (TokenView.OWN, 1 << 30, 32768),  # a rank may get rows of both ranks' tokens
         (TokenView.SHARED, (3 << 30) - (9 << 20), 64),
-        (TokenView.SHARED, 5 << 30, 1),
+        (TokenView.SHARED, 5 << 30, 0),
     ],
 )
 def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
@@ -78,12 +78,11 @@ def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
     )
     joined._own = EngineRank("test", 0, cache_bytes=cache)
     sources = 2 if view is TokenView.OWN else 1
-    for tokens in (100_000 * sources, *([most + 1] if most > 1 else [])):
-        with pytest.raises(ConfigError, match=rf"--chunked-prefill-size\) {most} or"):
+    fits = f"{most} or less" if most else "less by far, or a smaller cache"
+    for tokens in (100_000 * sources, most + 1):
+        with pytest.raises(ConfigError, match=rf"--chunked-prefill-size\) {fits}"):
             joined._require_memory(8 * tokens * sources)
-    joined._require_memory(None)
-    if most > 1:
-        joined._require_memory(8 * most * sources)
+    joined._require_memory(8 * most * sources if most else None)
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:

@@ -378,9 +378,10 @@ class BalancedLayers:
         tokens = largest // top_k // sources
         most = most_tokens(left, hidden, top_k, answers.dtype) // sources
         if tokens > most:
+            fits = f"{most} or less" if most > 0 else "less by far, or a smaller cache"
             raise ConfigError(
                 f"experts need more memory for a batch of {tokens} tokens than is left; choose "
-                f"--max-num-batched-tokens (SGLang: --chunked-prefill-size) {max(1, most)} or less"
+                f"--max-num-batched-tokens (SGLang: --chunked-prefill-size) {fits}"
             )
 
     def _watch_hosts(self) -> HostWatch:
