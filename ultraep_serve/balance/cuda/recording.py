@@ -197,7 +197,7 @@ class PendingBatches:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no layer was opened whose record has not been taken."""
+        """Whether no batch is written, and nothing is on its way to the host."""
         return self._current is None and not self._sent
 
     @property

@@ -8,6 +8,7 @@ balancer routes all layers: the adapter's stages call it (``Flow``).
 
 import functools
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -366,11 +367,13 @@ class BalancedLayers:
         ``largest`` in assignments over all ranks. Counted is what experts need at least, beside all
         that is there by now. On GPUs engines try their largest at start.
         """
-        answers, left, setup = self._answers, available_memory(), self._setup
-        if answers is None or largest is None or left is None or answers.device.type != "cpu":
+        answers, setup = self._answers, self._setup
+        if answers is None or largest is None or answers.device.type != "cpu":
             return
-        left = left // setup.location.host_size - self._own.cache_bytes
-        if group := setup.engine_group:
+        free = available_memory()
+        left = sys.maxsize if free is None else free // setup.location.host_size
+        left -= self._own.cache_bytes
+        if group := setup.engine_group:  # also of hosts that cannot tell
             ranks = HostAllGather(group.on_host, setup.connect_seconds)
             left = int(ranks.gather(np.array([left])).min())
         top_k, hidden = answers.experts_per_token, answers.hidden_size
