@@ -31,6 +31,7 @@ PAGE = _ROOT / "docs" / "results.md"
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
 _DEMO = re.compile(r"^  Load of the busiest rank.*?\(float32\)$", re.MULTILINE | re.DOTALL)
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_OTHERS = "eplb", "lplb"
 _RANKS = 64  # of the big models' row in README.md
 _BIG_MODELS = "Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"
 
@@ -56,9 +57,7 @@ def statements() -> dict[Path, list[str]]:
     tokens = [row for prefix in _ENGINES for row in read_rows(f"{prefix}-tokens")]
     same, of = (sum(row[name] for row in tokens) for name in ("identical", "prompts"))
     steady = _steady()
-    eplb, lplb = (
-        f"{steady['quota'] / steady[policy]:.2f} times as fast" for policy in ("eplb", "lplb")
-    )
+    eplb, lplb = (f"{_times_as_fast(steady, 'quota', policy)} times as fast" for policy in _OTHERS)
     layer = read_document("big-models")["picture"]
     loads = layer["before"]
     after = [own + sum(copies) for own, copies in zip(layer["own"], layer["copies"], strict=True)]
@@ -83,6 +82,7 @@ def statements() -> dict[Path, list[str]]:
         PAGE: [
             f"all {answers:,} answers",
             f"{batches:,} random batches",
+            *_sizes(),
             *_by_time(),
             *_routing(),
             f"perfect balance itself is only {_forced()} times as fast as no balancing",
@@ -97,6 +97,17 @@ def statements() -> dict[Path, list[str]]:
         PAGE.with_name("gpus.md"): [f"in {len(read_document('gpu-checks')['checks'])} checks"],
         PAGE.parent / "dev" / "measurements.md": _routing(),
     }
+
+
+def _sizes() -> list[str]:
+    """Of what was measured or planned."""
+    vllm, sglang = (read_document(f"load-{name}")["traffic"] for name in ("vllm", "sglang"))
+    lengths = [traffic["prompt_tokens"]["median"] for traffic in (vllm, sglang)]
+    return [
+        "vLLM: prompts of {:,} tokens in the median; SGLang: of {:,}".format(*lengths),
+        f"{read_document('big-models')['tokens_per_rank']:,} tokens of each rank",
+        f"{read_document('predicted')['timed_tokens_per_rank']:,} tokens on each",
+    ]
 
 
 def _routing() -> list[str]:
@@ -144,13 +155,14 @@ def _memory() -> tuple[str, list[str]]:
     return rows[0][2], [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def _steady() -> dict[str, float]:
-    """Predicted seconds of a layer in steady traffic, by policy, planned for every batch."""
-    return {
-        row["policy"]: row["layer_seconds"]
-        for row in read_document("refresh")["policies"]
-        if row["traffic"] == "stationary" and row["interval"] in (0, 1)
-    }
+def _steady() -> dict[str, dict[str, Any]]:
+    """What was predicted of a layer in steady traffic, by policy, planned for every batch."""
+    rows = read_document("predicted")["policies"]
+    return {row["policy"]: row for row in rows if row["traffic"] == "stationary"}
+
+
+def _times_as_fast(rows: Mapping[str, Any], slow: str, fast: str) -> str:
+    return f"{rows[slow]['layer_seconds'] / rows[fast]['layer_seconds']:.2f}"
 
 
 def _with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
@@ -212,16 +224,11 @@ def _prefill() -> tuple[str, ...]:
 
 
 def _predicted() -> tuple[str, ...]:
-    found = {
-        row["policy"]: row
-        for row in read_document("refresh")["policies"]
-        if row["traffic"] == "stationary" and row["interval"] == (row["policy"] == "quota")
-    }
-    off, quota = found["off"], found["quota"]
+    found = _steady()
     return (
         "routing recorded of DeepSeek-V2-Lite, 8 ranks, predicted for H200s",
-        f"{off['imbalance']:.2f} → {quota['imbalance']:.3f}",
-        f"{off['layer_seconds'] / quota['layer_seconds']:.2f}",
+        f"{found['off']['imbalance']:.2f} → {found['quota']['imbalance']:.3f}",
+        _times_as_fast(found, "off", "quota"),
         "",
     )
 
@@ -281,17 +288,15 @@ def _ttft() -> str:
 def _load() -> str:
     """Under load, at the middle of the rates that were measured."""
     vllm, sglang = read_document("load-vllm"), read_document("load-sglang")
-    ttft, token = "mean time to first token", "mean time between tokens of a request, P99 over them"
+    ttft = "mean time to first token", "ttft_mean_seconds"
+    token = "mean time between tokens of a request, P99 over them", "itl_p99_seconds"
     rows = [
-        ("vLLM", "4 requests/s", ttft, "off", _at_rate(vllm, 4.0, "ttft_mean_seconds", "off")),
-        ("vLLM", "4 requests/s", token, "off", _at_rate(vllm, 4.0, "itl_p99_seconds", "off")),
-        ("vLLM", "0.5 s of " + ttft, "requests/s", "off", _more_requests(vllm, 0.5)),
-        ("SGLang", "3 requests/s", ttft, "off", _at_rate(sglang, 3.0, "ttft_mean_seconds", "off")),
-        (
-            *("SGLang", "3 requests/s", ttft, "its EPLB"),
-            _at_rate(sglang, 3.0, "ttft_mean_seconds", "sglang-eplb"),
-        ),
-        ("SGLang", "3 requests/s", token, "off", _at_rate(sglang, 3.0, "itl_p99_seconds", "off")),
+        ("vLLM", "4 requests/s", *_at_rate(vllm, 4.0, ttft, "off")),
+        ("vLLM", "4 requests/s", *_at_rate(vllm, 4.0, token, "off")),
+        ("vLLM", "0.5 s of " + ttft[0], "requests/s", "off", _more_requests(vllm, 0.5)),
+        ("SGLang", "3 requests/s", *_at_rate(sglang, 3.0, ttft, "off")),
+        ("SGLang", "3 requests/s", *_at_rate(sglang, 3.0, ttft, "sglang-eplb", "its EPLB")),
+        ("SGLang", "3 requests/s", *_at_rate(sglang, 3.0, token, "off")),
     ]
     return table(("engine", "at", "what", "against", "times as good"), rows)
 
@@ -304,13 +309,16 @@ def _windows(document: Mapping[str, Any], contender: str) -> list[list[dict[str,
     return [[w for w in in_order if w["repeat"] == repeat] for repeat in repeats]
 
 
-def _at_rate(document: Mapping[str, Any], rate: float, figure: str, base: str) -> str:
-    """How many times as fast ``quota`` is as ``base`` at one rate."""
+def _at_rate(
+    document: Mapping[str, Any], rate: float, figure: tuple[str, str], base: str, called: str = ""
+) -> tuple[str, str, str]:
+    """What a figure is, ``base``, and how many times as fast ``quota`` is as that at one rate."""
+    said, key = figure
     others, ours = (
-        [w[figure] for windows in _windows(document, name) for w in windows if w["rate"] == rate]
+        [w[key] for windows in _windows(document, name) for w in windows if w["rate"] == rate]
         for name in (base, "quota")
     )
-    return times(*estimate(list(zip(others, ours, strict=True))))
+    return said, called or base, times(*estimate(list(zip(others, ours, strict=True))))
 
 
 def _more_requests(document: Mapping[str, Any], limit: float) -> str:
@@ -364,14 +372,12 @@ def _by_time() -> list[str]:
 
 def _kept() -> str:
     """Imbalance and predicted time where a plan is made for every batch."""
-    kinds = {"stationary": "steady traffic", "in turn": "two kinds in turn"}
     cells: dict[str, list[str]] = {}
-    for row in read_document("refresh")["policies"]:
-        if row["traffic"] in kinds and row["interval"] in (0, 1):
-            shown = f"{row['imbalance']:.3f}, {1e3 * row['layer_seconds']:.2f} ms"
-            cells.setdefault(row["policy"], []).append(shown)
+    for row in read_document("predicted")["policies"]:
+        shown = f"{row['imbalance']:.3f}, {1e3 * row['layer_seconds']:.2f} ms"
+        cells.setdefault(row["policy"], []).append(shown)
     rows = ((f"`{policy}`", *shown) for policy, shown in cells.items())
-    return table(("policy", *kinds.values()), rows)
+    return table(("policy", "steady traffic", "two kinds in turn"), rows)
 
 
 def _tokens() -> str:

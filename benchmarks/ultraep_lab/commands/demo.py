@@ -40,8 +40,9 @@ _OUTPUTS = {"vllm": "demo.json", "sglang": "demo-sglang.json"}
 _FEWEST_ROUNDS = 3
 _PROBE_TOKENS = 2048
 _GROWTH = 1.25  # a prompt of twice the length takes 2**_GROWTH times as long
+_ALL_SECONDS, _MEASURING_SECONDS = 300.0, 90.0
 # Guesses for the time left, before anything is known.
-_MODEL_SECONDS, _START_SECONDS, _CHECK_SECONDS = 20.0, 60.0, 40.0
+_MODEL_SECONDS, _START_SECONDS, _CHECK_SECONDS = 20.0, 60.0, 60.0
 
 
 class DemoFlags(Settings):
@@ -54,10 +55,11 @@ class DemoFlags(Settings):
     )
     prompt_tokens: PromptTokens = (2048, 4096, 8192)
     repeats: int = Field(default=5, ge=1, description="rounds per length")
-    seconds: Seconds = Field(
-        default=90.0,
-        description="for measuring; where they are too few for all of it, the demo takes fewer "
-        "rounds, or leaves out the longest prompts, and says so",
+    seconds: Seconds | None = Field(
+        default=None,
+        description="for measuring (default: 90, or what is left of five minutes in all); where "
+        "they are too few, the demo takes fewer rounds, or leaves out the longest prompts, and "
+        "says so",
     )
     dtype: Literal["bfloat16", "float32"] | None = Field(
         default=None,
@@ -87,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = flags.dtype or served_type()
     anew = 0.0 if dtype == "float32" else _START_SECONDS  # the check is in float32
     progress = Progress()
-    left = _START_SECONDS + flags.seconds + anew + _CHECK_SECONDS
+    after = anew + _CHECK_SECONDS
+    left = _START_SECONDS + (flags.seconds or _MEASURING_SECONDS) + after
     path = flags.results / "models" / "demo"
     if not (path / "model.safetensors").exists():
         what = "making a model whose router favours few experts"
@@ -107,8 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
         wanted = PrefillOptions(
             prompt_tokens=flags.prompt_tokens, policies=_POLICIES, repeats=flags.repeats, warmup=1
         )
-        options = affordable(wanted, _probed(running, progress, flags.seconds), flags.seconds)
-        after = anew + _CHECK_SECONDS
+        probed = _probed(running, progress, left - _START_SECONDS)
+        unused = _ALL_SECONDS - progress.seconds - after
+        options = affordable(wanted, probed, flags.seconds or min(_MEASURING_SECONDS, unused))
         bench = measure_server(
             running, options, "ultraep-serve demo", progress=progress, seconds_after=after
         )

@@ -1,0 +1,122 @@
+"""Imbalance and predicted time of every policy, where each plans before every batch.
+
+    python benchmarks/predicted.py --traces DIR
+
+Traffic is drawn, with replacement, from the sequences of two recorded traces of one model, law and
+intent: law alone, and both in turn every five batches. A batch is as many whole sequences as it
+takes to fill it, dealt to the ranks in turn. All policies see the same batches; those before the
+first measured one are history only. ``eplb`` and ``lplb`` place experts by the last eight batches.
+Imbalance is max/mean of assignments over ranks, the mean over layers and batches.
+
+Times are those of a MoE layer as the cost model has them for the hardware, with the same
+proportions in batches of 4096 tokens per rank. ``quota`` moves weights only where that pays; what
+``eplb`` and ``lplb`` move costs nothing here.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_lab.comparators import policy_function
+from ultraep_lab.machines import HARDWARE, MODELS, estimated_costs
+from ultraep_lab.replay import Replay, replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import LoadTrace, Trace
+from ultraep_lab.verdict import judge
+
+MODEL, GPU, TIMED_TOKENS = "deepseek-v2-lite", "h200", 4096  # per rank
+RANKS, BATCH_TOKENS, POLICIES = 8, 8192, ("off", "quota", "llep", "eplb", "lplb")
+HISTORY_ONLY, MEASURED = 64, 96  # batches
+LAYERS = tuple(range(0, 26, 5))
+NUM_EXPERTS, TOP_K, SLOTS = 64, 6, 2
+TRAFFIC = {
+    "stationary": lambda batch: "law",
+    "in turn": lambda batch: ("law", "intent")[batch // 5 % 2],
+}
+
+
+def main() -> None:
+    """Measure both kinds of traffic, print and write."""
+    parser = harness.parser(__doc__, "predicted.json")
+    parser.add_argument("--traces", type=Path, required=True, help="directory of the two traces")
+    args = parser.parse_args()
+    pools = {name: pool(args.traces / f"{name}.npz") for name in ("law", "intent")}
+    rows = []
+    for kind, source in TRAFFIC.items():
+        rng = np.random.default_rng(0)
+        numbers = range(HISTORY_ONLY + MEASURED)
+        trace = LoadTrace(np.stack([draw(pools[source(number)], rng) for number in numbers]))
+        for name in POLICIES:
+            rows.append({"traffic": kind, **measured(trace, name)})
+            print(rows[-1], flush=True)
+    sizes = {"ranks": RANKS, "batch_tokens": BATCH_TOKENS, "slots": SLOTS, "layers": LAYERS}
+    batches = {"history_only": HISTORY_ONLY, "measured": MEASURED}
+    times = {"model": MODEL, "hardware": GPU, "timed_tokens_per_rank": TIMED_TOKENS}
+    harness.write(args.json, {**sizes, **batches, **times, "policies": rows})
+
+
+def pool(path: Path) -> NDArray[np.int64]:
+    """Loads (sequences, layers, E) of a trace's sequences."""
+    trace = load_trace(path, num_experts=NUM_EXPERTS)
+    assert isinstance(trace, Trace)
+    ends = np.cumsum(trace.sequence_lengths)[:-1]
+    return np.stack(
+        [
+            [np.bincount(ids[:, layer].ravel(), minlength=NUM_EXPERTS) for layer in LAYERS]
+            for ids in np.split(trace.topk_ids, ends)
+        ]
+    )
+
+
+def draw(sequences: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Loads (layers, R, E) of one batch."""
+    loads = np.zeros((len(LAYERS), RANKS, NUM_EXPERTS), np.int64)
+    tokens, count = 0, 0
+    while tokens < BATCH_TOKENS:
+        chosen = sequences[rng.integers(len(sequences))]
+        loads[:, count % RANKS] += chosen
+        tokens += int(chosen[0].sum()) // TOP_K
+        count += 1
+    return loads
+
+
+def measured(trace: LoadTrace, policy: str) -> dict[str, Any]:
+    """Mean imbalance and time of a layer, after ``HISTORY_ONLY`` batches."""
+    options = ReplayOptions(num_ranks=RANKS, num_slots=SLOTS, history_batches=8, skip=HISTORY_ONLY)
+    result = replay(trace, options, [policy_function(policy)])
+    (found,) = result.policies.values()
+    return {
+        "policy": policy,
+        "imbalance": float(np.mean(found.imbalance_after)),
+        "imbalance_p99": float(np.percentile(found.imbalance_after, 99)),
+        "layer_seconds": layer_seconds(policy, result),
+    }
+
+
+def layer_seconds(policy: str, result: Replay) -> float:
+    """The mean over layers and batches, by the cost model."""
+    (found,) = result.policies.values()
+    costs = estimated_costs(MODELS[MODEL], HARDWARE[GPU], "bf16")
+    masters, mean = result.context.shape.num_masters, TIMED_TOKENS * TOP_K
+    if policy == "quota":
+        timed = [mean * result.context.shape.num_ranks] * len(result.cases)
+        return judge(replace(result, assignments=timed), found, costs).on_seconds
+    times = []
+    for after, moved in zip(found.imbalance_after, found.transfers, strict=True):
+        held = masters + (SLOTS if policy in ("eplb", "lplb") else moved.busiest_receiver)
+        work = costs.seconds_per_assignment * after * mean
+        seconds = costs.base_seconds + max(work, costs.read_seconds_per_expert * held)
+        if policy == "llep":
+            moving = moved.busiest_link * costs.seconds_per_sent_expert
+            seconds += costs.exchange_seconds + costs.plan_seconds + moving
+        times.append(seconds)
+    return float(np.mean(times))
+
+
+if __name__ == "__main__":
+    main()
