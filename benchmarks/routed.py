@@ -44,12 +44,14 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder of the recordings")
     parser.add_argument("--layers", type=int, default=8, help="of the recorded, evenly chosen")
     parser.add_argument("--prompt-tokens", type=harness.numbers, default=(4096,))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     engine = installed_engine()
     recorded = Recorded.read(options.traces, options.layers)
     document = {
         "engine": engine,
+        "dtype": options.dtype,
         "layers": list(recorded.layers),
         **ttft(options, recorded, engine),
     }
@@ -146,7 +148,7 @@ def ttft(options: argparse.Namespace, recorded: Recorded, engine: str) -> dict[s
     flag = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}[engine]
     flags = ("--allow-ideal", flag, str(BATCH_TOKENS))
     with (
-        serve(options, recorded.model(spec), "bfloat16", *flags) as running,
+        serve(options, recorded.model(spec), options.dtype, *flags) as running,
         Server(running.url) as server,
         Sidecar(running.sidecar_url, running.token) as sidecar,
     ):
@@ -158,7 +160,7 @@ def ttft(options: argparse.Namespace, recorded: Recorded, engine: str) -> dict[s
                 tokens = length * (len(TRACES) if workload == "switch" else 1)
                 result = LengthResult(tokens, tokens, samples)
                 rows.append({"workload": workload, **result.to_json()})
-                print(workload, tokens, _summary(rows[-1]), flush=True)
+                print(rows[-1]["workload"], tokens, rows[-1]["paired"], flush=True)
         imbalance = {workload: check.imbalance(workload) for workload in WORKLOADS}
     print(imbalance, check.to_json())
     return {"rows": rows, "imbalance": imbalance, "routing": check.to_json()}
@@ -191,17 +193,6 @@ class Rounds:
                 if number >= 0:
                     samples[policy].append(result.seconds)
         return samples
-
-
-def _summary(row: Mapping[str, Any]) -> str:
-    paired = {name: each for name, each in row["paired"].items() if each}
-    times = ", ".join(f"{name} {value:.3f} s" for name, value in row["ttft_seconds"].items())
-    return f"{times}; { ({name: _interval(each) for name, each in paired.items()}) }"
-
-
-def _interval(ratios: Mapping[str, Any]) -> str:
-    low, high = ratios["interval"] or (ratios["min"], ratios["max"])
-    return f"{ratios['median']:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _MODELS = {
     "qwen3": ModelSpec(),
     "glm4": ModelSpec(architecture="glm4_moe"),
     "balanced": ModelSpec(imbalance=1.0),
+    "wide": ModelSpec(hidden_size=2048, num_layers=2, experts_per_token=8),
 }
 
 

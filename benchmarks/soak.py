@@ -8,7 +8,6 @@ off, in float32. Exits with 1 if one was wrong.
 """
 
 import itertools
-import os
 import random
 import sys
 import threading
@@ -16,11 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import harness
 import httpx
+import psutil
 from served import add_server_flags, model, serve
 
 from ultraep_lab.bench.greedy_tokens import Generation, generate
@@ -133,31 +132,15 @@ def repeated(act: Callable[[], None], threads: int) -> Iterator[None]:
 
 def held(running: BalancedServer) -> dict[str, Any]:
     """What every process of the server holds, by its number and title."""
-    processes = {}
-    for process in sorted(_descendants(running.process_id) | {running.process_id}):
-        about = Path(f"/proc/{process}")
-        command = (about / "cmdline").read_bytes().decode(errors="replace")
-        status = (about / "status").read_text()
-        processes[f"{process} {command[:60]!a}"] = {
-            "resident_kibibytes": int(status.split("VmRSS:")[1].split()[0]),
-            "mappings": len((about / "maps").read_text().splitlines()),
-            "descriptors": len(os.listdir(about / "fd")),
+    server = psutil.Process(running.process_id)
+    return {
+        f"{process.pid} {' '.join(process.cmdline())[:60]!a}": {
+            "resident_kibibytes": process.memory_info().rss >> 10,
+            "mappings": len(process.memory_maps(grouped=False)),
+            "descriptors": process.num_fds(),
         }
-    return processes
-
-
-def _descendants(ancestor: int) -> set[int]:
-    """Processes started by ``ancestor``, directly or not."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    found = {ancestor}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {ancestor, os.getpid()}
+        for process in [server, *server.children(recursive=True)]
+    }
 
 
 if __name__ == "__main__":

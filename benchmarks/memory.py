@@ -1,0 +1,51 @@
+"""Peak memory of a rank in a long batch: vLLM alone, with balancing off, and balancing.
+
+    python benchmarks/memory.py
+
+Each is an ``LLM`` of its own on two ranks, expert parallel, in float32, and is asked one prompt
+that makes one batch. The peak is what Linux says of the larger rank (VmHWM).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import harness
+import psutil
+from served import model
+
+CONTENDERS = {"stock": {}, "off": {"ultraep": {"policy": "off"}}, "quota": {"ultraep": {}}}
+TOKENS = 24576
+SETTINGS = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enforce_eager": True}
+SETTINGS |= {"max_num_batched_tokens": TOKENS, "max_model_len": TOKENS + 1, "dtype": "float32"}
+
+
+def main() -> None:
+    """Measure each in turn and write the JSON."""
+    options = harness.parser(__doc__, "memory.json").parse_args()
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    path, peaks = model("wide"), {}
+    for name in CONTENDERS:
+        command = [sys.executable, __file__, name, str(path)]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+        peaks[name] = int([word for word in done.stdout.split() if word.isdigit()][-1])
+        print(f"{name}: {peaks[name] / 2**30:.2f} GiB", flush=True)
+    harness.write(options.json, {"tokens": TOKENS, "peak_bytes_of_a_rank": peaks})
+
+
+def ask(name: str, path: str) -> None:
+    """Print the peak of the larger rank after one prompt."""
+    from vllm import LLM, SamplingParams
+
+    own = CONTENDERS[name]
+    engine = LLM(path, **SETTINGS, kv_cache_memory_bytes=1 << 30, additional_config=own)
+    prompt = {"prompt_token_ids": [number % 1000 for number in range(TOKENS)]}
+    engine.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+    started = psutil.Process().children(recursive=True)
+    statuses = [Path(f"/proc/{each.pid}/status").read_text() for each in started]
+    print(max(int(text.split("VmHWM:")[1].split()[0]) << 10 for text in statuses))
+
+
+if __name__ == "__main__":
+    ask(*sys.argv[1:]) if sys.argv[1:2] and sys.argv[1] in CONTENDERS else main()
