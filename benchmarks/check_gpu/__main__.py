@@ -35,7 +35,7 @@ from report import NULL_GPU  # noqa: E402
 
 from ultraep_serve.system.files import write_json  # noqa: E402
 
-SLOW_FACTOR = 5  # times a part's limit, where a CPU plays the GPU
+SLOW_FACTOR = 8  # times a part's limit, where a CPU plays the GPU
 LAST_LINES = 30
 COMMAND = f"python benchmarks/{'null_gpu' if NULL_GPU else 'check_gpu'}"
 WITH_RESULT = ("passed", "failed", "cannot run")
