@@ -34,7 +34,8 @@ API CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) { GIVE(bytes, TOTA
 API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     GIVE(value, null_gpu_attribute(attribute));
 }
-API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { GIVE(can, 0); }
+// memory of all devices is the host's
+API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { GIVE(can, 1); }
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { GIVE(context, context_of(device)); }
 API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active) {
     *flags = 0;
