@@ -97,11 +97,13 @@ def test_hosts_with_different_versions_are_told_so(run_path: Path) -> None:
     assert "rank 3 runs another)" in outcomes[3].message
 
 
+@pytest.mark.parametrize("mounted", ["none", "another"])
 def test_without_proc_nobody_is_taken_for_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mounted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose processes are alive is not known there; heartbeats are."""
-    monkeypatch.setattr("ultraep_serve.system.topology._PROCESS_NAMESPACE", tmp_path / "none")
+    (tmp_path / "another").symlink_to("/proc/1")
+    monkeypatch.setattr("ultraep_serve.system.topology._SELF", tmp_path / mounted)
     with closing(create(tmp_path)) as recorder, closing(RingReader(tmp_path / "ring-0")) as reader:
         recorder.set_state(RingState.READY)
         header = reader.header()

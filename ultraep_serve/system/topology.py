@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_PROCESS_NAMESPACE = Path("/proc/self/ns/pid")
+_SELF = Path("/proc/self")
 
 
 class PipelineStage(NamedTuple):
@@ -157,9 +157,9 @@ def process_state(process: int) -> tuple[str, float]:
 def process_namespace() -> int:
     """Number of this process's process namespace; process ids mean the same within one.
 
-    0 where it is not known, because /proc is not mounted.
+    0 where it is not known, because /proc is not mounted, or shows the processes of another one.
     """
     try:
-        return os.stat(_PROCESS_NAMESPACE).st_ino
+        return (_SELF / "ns/pid").stat().st_ino if _SELF.readlink().name == str(os.getpid()) else 0
     except OSError:
         return 0

@@ -27,7 +27,7 @@ from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.balance.watch import WATCH_SECONDS
 from ultraep_serve.errors import FabricError
-from ultraep_serve.system.topology import Location, is_process_alive
+from ultraep_serve.system.topology import Location, process_namespace
 
 __all__ = ["HostFabric"]
 
@@ -68,10 +68,10 @@ class HostFabric:
             mapped = map_domain(pool, rendezvous, location, signal_bytes, limits, undo)
             self._undo = undo.pop_all()
         processes = dict(zip(self.domain, mapped.processes, strict=True))
-        if 0 in mapped.processes or not is_process_alive(processes[self.rank]):
+        if 0 in mapped.processes or not process_namespace():
             raise FabricError(
                 f"rank {self.rank} cannot see the other ranks' processes; the ranks of a domain "
-                "must run in one process namespace, with /proc mounted"
+                "must run in one process namespace, with its own /proc mounted"
             )
         self._peers = Peers(self.rank, processes, timeout_seconds)
         inside = np.array(mapped.signals, dtype=np.int64)
