@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py
 
-Each is an ``LLM`` of its own on two ranks, expert parallel, in float32, and is asked one prompt
-that makes one batch. The peak is what Linux says of the larger rank (VmHWM).
+Each is an ``LLM`` of its own on two ranks, in float32, and is asked one prompt that makes one batch.
+vLLM alone is tensor parallel, as it has no expert parallelism on CPUs. The peak is what Linux says
+of the larger rank (VmHWM).
 """
 
 import os
@@ -17,7 +18,7 @@ from served import model
 
 CONTENDERS = {"stock": {}, "off": {"ultraep": {"policy": "off"}}, "quota": {"ultraep": {}}}
 TOKENS = 24576
-SETTINGS = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enforce_eager": True}
+SETTINGS = {"tensor_parallel_size": 2, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
 SETTINGS |= {"max_num_batched_tokens": TOKENS, "max_model_len": TOKENS + 1, "dtype": "float32"}
 
 
@@ -39,7 +40,7 @@ def ask(name: str, path: str) -> None:
     from vllm import LLM, SamplingParams
 
     own = CONTENDERS[name]
-    engine = LLM(path, **SETTINGS, kv_cache_memory_bytes=1 << 30, additional_config=own)
+    engine = LLM(path, **SETTINGS, enable_expert_parallel=bool(own), additional_config=own)
     prompt = {"prompt_token_ids": [number % 1000 for number in range(TOKENS)]}
     engine.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
     started = psutil.Process().children(recursive=True)
