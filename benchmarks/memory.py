@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py
 
-Each is an ``LLM`` of its own on two ranks, in float32, and is asked one prompt that makes one batch.
-vLLM alone is tensor parallel, as it has no expert parallelism on CPUs. The peak is what Linux says
-of the larger rank (VmHWM).
+Each is an ``LLM`` of its own on two ranks, in float32, asked one prompt that makes one batch. vLLM
+alone is tensor parallel, as it has no expert parallelism on CPUs. The peak is what Linux says of
+the larger rank (VmHWM).
 """
 
 import os
