@@ -17,7 +17,7 @@ import psutil
 from served import model
 
 CONTENDERS = {"stock": {}, "off": {"ultraep": {"policy": "off"}}, "quota": {"ultraep": {}}}
-TOKENS = 24576
+TOKENS = 16384
 SETTINGS = {"tensor_parallel_size": 2, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
 SETTINGS |= {"max_num_batched_tokens": TOKENS, "max_model_len": TOKENS + 1, "dtype": "float32"}
 
@@ -30,7 +30,7 @@ def main() -> None:
     for name in CONTENDERS:
         command = [sys.executable, __file__, name, str(path)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-        peaks[name] = int([word for word in done.stdout.split() if word.isdigit()][-1])
+        peaks[name] = int(done.stdout.split(b"peak ")[1].split()[0])
         print(f"{name}: {peaks[name] / 2**30:.2f} GiB", flush=True)
     harness.write(options.json, {"tokens": TOKENS, "peak_bytes_of_a_rank": peaks})
 
@@ -41,11 +41,12 @@ def ask(name: str, path: str) -> None:
 
     own = CONTENDERS[name]
     engine = LLM(path, **SETTINGS, enable_expert_parallel=bool(own), additional_config=own)
-    prompt = {"prompt_token_ids": [number % 1000 for number in range(TOKENS)]}
+    prompt = {"prompt_token_ids": [token % 1000 for token in range(TOKENS)]}
     engine.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
     started = psutil.Process().children(recursive=True)
     statuses = [Path(f"/proc/{each.pid}/status").read_text() for each in started]
-    print(max(int(text.split("VmHWM:")[1].split()[0]) << 10 for text in statuses))
+    peak = max(int(text.split("VmHWM:")[1].split()[0]) << 10 for text in statuses)
+    print("peak", peak, flush=True)
 
 
 if __name__ == "__main__":
