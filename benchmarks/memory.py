@@ -26,9 +26,9 @@ def main() -> None:
     """Measure each in turn and write the JSON."""
     options = harness.parser(__doc__, "memory.json").parse_args()
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    path, peaks = model("wide"), {}
+    peaks = {}
     for name in CONTENDERS:
-        command = [sys.executable, __file__, name, str(path)]
+        command = [sys.executable, __file__, name, str(model("wide"))]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
         peaks[name] = int(done.stdout.split(b"peak ")[1].split()[0])
         print(f"{name}: {peaks[name] / 2**30:.2f} GiB", flush=True)
@@ -39,14 +39,14 @@ def ask(name: str, path: str) -> None:
     """Print the peak of the larger rank after one prompt."""
     from vllm import LLM, SamplingParams
 
-    own = CONTENDERS[name]
-    engine = LLM(path, **SETTINGS, enable_expert_parallel=bool(own), additional_config=own)
+    settings = SETTINGS | {"additional_config": CONTENDERS[name]}
+    engine = LLM(path, enable_expert_parallel=name != "stock", **settings)
     prompt = {"prompt_token_ids": [token % 1000 for token in range(TOKENS)]}
     engine.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
-    started = psutil.Process().children(recursive=True)
-    statuses = [Path(f"/proc/{each.pid}/status").read_text() for each in started]
-    peak = max(int(text.split("VmHWM:")[1].split()[0]) << 10 for text in statuses)
-    print("peak", peak, flush=True)
+    pids = [process.pid for process in psutil.Process().children(recursive=True)]
+    statuses = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    kibibytes = max(int(text.split("VmHWM:")[1].split()[0]) for text in statuses)
+    print("peak", kibibytes << 10, flush=True)
 
 
 if __name__ == "__main__":
