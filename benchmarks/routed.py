@@ -162,7 +162,6 @@ def ttft(options: argparse.Namespace, recorded: Recorded, engine: str) -> dict[s
                 rows.append({"workload": workload, **result.to_json()})
                 print(rows[-1]["workload"], tokens, rows[-1]["paired"], flush=True)
         imbalance = {workload: check.imbalance(workload) for workload in WORKLOADS}
-    print(imbalance, check.to_json())
     return {"rows": rows, "imbalance": imbalance, "routing": check.to_json()}
 
 
