@@ -60,6 +60,7 @@ class DemoFlags(Settings):
         description="for measuring (default: 90, or what is left of five minutes in all); where "
         "they are too few, the demo takes fewer rounds, or leaves out the longest prompts, and "
         "says so",
+        json_schema_extra={"metavar": "SECONDS"},
     )
     dtype: Literal["bfloat16", "float32"] | None = Field(
         default=None,
