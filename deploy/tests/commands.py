@@ -12,8 +12,7 @@ from files import ROOT
 from manifests import OURS, Pod
 
 from ultraep_serve.cli import serve
-from ultraep_serve.engines.sglang import launch as sglang
-from ultraep_serve.engines.vllm import launch as vllm
+from ultraep_serve.launcher import sglang, vllm
 
 NUM_HOSTS = "2"
 ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang}

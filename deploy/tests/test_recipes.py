@@ -20,7 +20,7 @@ from recipes import Start, as_flags, blocks, commands, starts, values
 from ultraep_serve import __version__
 from ultraep_serve.cli import status
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.guard import setting_on_command_line
+from ultraep_serve.launcher.guard import setting_on_command_line
 from ultraep_serve.system.versions import SGLANG, VLLM, Package
 from ultraep_serve.types import Policy
 

@@ -11,7 +11,7 @@ import pytest
 from commands import check_parallelism, our_flags
 from files import DEPLOY
 
-from ultraep_serve.engines.vllm import launch
+from ultraep_serve.launcher import vllm
 
 UNIT = DEPLOY / "systemd" / "ultraep-serve.service"
 
@@ -41,5 +41,5 @@ def test_the_unit_starts_a_balanced_server_again_when_it_ends() -> None:
     assert Path(program).name == "ultraep-serve"
     _, flags = our_flags(line)
     assert line[0] == "vllm"
-    check_parallelism("vllm", launch.parse_engine_flags(flags))
+    check_parallelism("vllm", vllm.parse_engine_flags(flags))
     assert service["Restart"] == "always"  # engines may end with status 0 when a rank is lost

@@ -21,8 +21,8 @@ _SENDERS = "32 senders"  # the default
 def layers() -> str:
     """A row for each model and imbalance: milliseconds of the slowest rank."""
     head = (
-        "model", "ranks", "imbalance", "off", "balanced", "even",
-        "faster with balancing", "with an assumed NVLink",
+        "model", "ranks", "imbalance", "off", "balanced", "ideal",
+        "times as fast", "with an assumed NVLink",
     )  # fmt: skip
     rows = []
     for row in gpu_rows("layer-qwen3", "layer-deepseek"):
@@ -33,8 +33,8 @@ def layers() -> str:
                 str(row["ranks"]),
                 f"{row['imbalance_before']:.2f}",
                 *(f"{took[name] / 1e3:.2f} ms" for name in ("off", "balanced", "ideal")),
-                f"{row['speedup_with_own']:.2f} times",
-                f"{row['speedup_with_own_over_link']:.2f} times",
+                f"{row['speedup_with_own']:.2f}",
+                f"{row['speedup_with_own_over_link']:.2f}",
             )
         )
     return table(head, rows)

@@ -205,7 +205,7 @@ def _gains() -> str:
         _recorded(),
         _balanced(),
     ]
-    return table(("where", "busiest rank, before → after", "times as fast", "of perfect"), rows)
+    return table(("where", "busiest rank over mean", "times as fast", "of ideal"), rows)
 
 
 def _prefill() -> tuple[str, ...]:
@@ -219,14 +219,14 @@ def _prefill() -> tuple[str, ...]:
         _slashed(f"{each['before']['mean']:.2f}" for each in found)
         + f" → {max(each['after']['mean'] for each in found):.3f}",
         _slashed(times(*estimate(rounds(row, "off"))) for row in rows),
-        _slashed(_of_perfect(row).removesuffix(" %") for row in rows) + " %",
+        _slashed(_of_ideal(row).removesuffix(" %") for row in rows) + " %",
     )
 
 
 def _predicted() -> tuple[str, ...]:
     found = _steady()
     return (
-        "routing recorded of DeepSeek-V2-Lite, 8 ranks, predicted for H200s",
+        "a layer of DeepSeek-V2-Lite, recorded routing, 8 H200s, predicted",
         f"{found['off']['imbalance']:.2f} → {found['quota']['imbalance']:.3f}",
         _times_as_fast(found, "off", "quota"),
         "",
@@ -240,23 +240,26 @@ def _recorded() -> tuple[str, ...]:
         "**nothing to gain:** vLLM, the same routing, two CPU ranks",
         f"{found['before']:.2f} → {found['quota']:.3f}",
         times(*estimate(rounds(row, "off"))),
-        _of_perfect(row),
+        _of_ideal(row),
     )
 
 
 def _balanced() -> tuple[str, ...]:
     document = read_document("serving-balanced")
-    row, found = document["rows"][0], document["imbalance"]
+    row, found = document["rows"][-1], document["imbalance"]
     before, after = (f"{found[when]['mean']:.3f}" for when in ("before", "after"))
+    [layer], (_, alone) = gpu_rows("layer-deepseek"), gpu_rows("balancer")
+    even = layer["layer_microseconds"]["ideal"]
+    kept = even / (even + alone["graph_microseconds"])
     return (
-        "**what it costs:** vLLM, two CPU ranks, a balanced router",
-        f"{before} → {after}",
-        times(*estimate(rounds(row, "off"))),
+        "**it loses:** vLLM, two CPU ranks, an even router / an even layer of DeepSeek-V3 (H200)",
+        f"{before} → {after} / left alone",
+        f"{times(*estimate(rounds(row, 'off')))} / {kept:.3f}",
         "",
     )
 
 
-def _of_perfect(row: Mapping[str, Any]) -> str:
+def _of_ideal(row: Mapping[str, Any]) -> str:
     return f"{100 * estimate(rounds(row, 'ideal'))[0]:.0f} %"
 
 
@@ -272,17 +275,11 @@ def _ttft() -> str:
         ):
             for row in read_rows(name):
                 of = f" ({TRAFFIC[row['workload']]})" if "workload" in row else ""
-                perfect = _of_perfect(row) if "ideal" in row["ttft_samples"] else ""
-                rows.append(
-                    (
-                        engine,
-                        traffic + of,
-                        f"{row['prompt_tokens'] / 1024:.2g}k",
-                        times(*estimate(rounds(row, "off"))),
-                        perfect,
-                    )
-                )
-    return table(("engine", "routing", "prompt", "times as fast", "of perfect"), rows)
+                ideal = _of_ideal(row) if "ideal" in row["ttft_samples"] else ""
+                length = f"{row['prompt_tokens'] / 1024:.2g}k"
+                ratio = times(*estimate(rounds(row, "off")))
+                rows.append((engine, traffic + of, length, ratio, ideal))
+    return table(("engine", "routing", "prompt", "times as fast", "of ideal"), rows)
 
 
 def _load() -> str:

@@ -17,7 +17,6 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common import group
 from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
-from ultraep_serve.engines.common.requirements import why_never_balanced
 from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.sidecar.window import StageWindow
@@ -51,7 +50,8 @@ def test_what_leaves_every_load_at_home_is_named(
 ) -> None:
     config = BalanceConfig(max_imbalance=max_imbalance, speeds=speeds)
     shape, location = ExpertShape(2, 8, slots), Location(0, 2, 2, domain)
-    said = why_never_balanced(GroupSetup(config, shape, TokenView.OWN, location), GIVEN, largest)
+    setup = GroupSetup(config, shape, TokenView.OWN, location)
+    said = setup.why_never_balanced(GIVEN, largest)
     assert says in said
     assert bool(says) == bool(said)
 

@@ -9,9 +9,9 @@ import pytest
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from tests.support.ring_files import create
+from ultraep_serve.balance import agreement
+from ultraep_serve.balance.agreement import find_location
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common import rendezvous as locating
-from ultraep_serve.engines.common.rendezvous import find_location
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import Location, domain_of, locate
 from ultraep_serve.telemetry.reader import RingReader
@@ -65,7 +65,7 @@ def find(rank: int, run_path: Path, host_size: int, config: BalanceConfig) -> Lo
 
 def find_with_another_version(rank: int, run_path: Path, config: BalanceConfig) -> Location:
     if rank == 3:  # of a process of its own
-        vars(locating)["__version__"] = "another"
+        vars(agreement)["__version__"] = "another"
     return find(rank, run_path, 2, config)
 
 

@@ -22,8 +22,8 @@ from ultraep_serve.doctor.gpus import check_gpus
 from ultraep_serve.doctor.memory import check_memory, check_shared_memory, checkpoint_bytes
 from ultraep_serve.doctor.serving import check_hosts, check_model, check_server
 from ultraep_serve.doctor.versions import check_versions
-from ultraep_serve.engines.common.launch import RankCount
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.engine import RankCount
 from ultraep_serve.telemetry.run_files import RunFiles
 
 GIB = 1 << 30

@@ -28,11 +28,12 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    from ultraep_serve.engines.sglang import checks, hooks, launch, model, plugin, quantised
+    from ultraep_serve.engines.sglang import checks, hooks, model, plugin, quantised
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher import sglang as launcher
 from ultraep_serve.types import Policy
 
 FP8 = Fp8Config(
@@ -107,7 +108,7 @@ def test_settings_that_do_not_go_with_slots(name: str, value: object, says: str)
 
 
 def test_every_setting_that_is_judged_can_be_refused() -> None:
-    judged = {name for name, _, _ in (*launch.ANYWHERE, *checks._ON_GPU)}
+    judged = {name for name, _, _ in (*launcher.ANYWHERE, *checks._ON_GPU)}
     assert judged <= {name for name, _, _ in REFUSED}
 
 
@@ -159,7 +160,7 @@ def test_sglang_ends_where_the_adapter_does_not_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang would log what a plugin raises, and serve without it."""
-    monkeypatch.setattr("ultraep_serve.engines.common.process.repeat_at_exit", lambda: None)
+    monkeypatch.setattr("ultraep_serve.system.refusals.repeat_at_exit", lambda: None)
     monkeypatch.setitem(sys.modules, "ultraep_serve.engines.sglang.hooks", None)
     monkeypatch.setenv("ULTRAEP_CONFIG", "{}")
     reason = "this SGLang is not one that can be balanced: import of ultraep_serve.engines.sglang.h"
@@ -181,8 +182,8 @@ def test_a_hooked_function_with_other_parameters_is_refused_by_name(
 
 
 def test_every_setting_that_is_judged_and_every_flag_that_is_read_is_sglangs() -> None:
-    judged = {name for name, _, _ in (*launch.ANYWHERE, *launch.ON_CPU, *checks._ON_GPU)}
-    judged |= vars(launch.parse_engine_flags([])).keys() - {"config"}  # of its parser alone
+    judged = {name for name, _, _ in (*launcher.ANYWHERE, *launcher.ON_CPU, *checks._ON_GPU)}
+    judged |= vars(launcher.parse_engine_flags([])).keys() - {"config"}  # of its parser alone
     assert judged <= set(POSITIONAL_FIELD_ORDER)
 
 
@@ -274,7 +275,7 @@ def test_tensors_outside_sglangs_rule_are_refused(as_parameter: bool) -> None:
 def test_server_is_started_with_what_balancing_needs(flags: list[str], added: list[str]) -> None:
     ranks = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
     for policy, expected in ((Policy.QUOTA, added), (Policy.OFF, [])):
-        command = launch.engine_command(
+        command = launcher.engine_command(
             "some/model", [*ranks, *flags], BalanceConfig(policy=policy)
         )
         assert command.arguments[-len([*ranks, *flags, *expected]) :] == [*ranks, *flags, *expected]
@@ -282,7 +283,7 @@ def test_server_is_started_with_what_balancing_needs(flags: list[str], added: li
 
 def test_without_deepep_the_expert_ranks_must_be_given() -> None:
     with pytest.raises(UnsupportedError, match="--ep-size 1 below --tp-size 4"):
-        launch.engine_command("m", ["--device", "cuda", "--tp-size", "4"], BalanceConfig())
+        launcher.engine_command("m", ["--device", "cuda", "--tp-size", "4"], BalanceConfig())
 
 
 def test_its_tuned_kernels_are_found_for_experts_and_slots(

@@ -31,8 +31,9 @@ with warnings.catch_warnings():
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common import group, process
+from ultraep_serve.engines.common import group
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.system import refusals
 from ultraep_serve.types import Policy
 
 SHAPE = fakes.SHAPE
@@ -355,13 +356,13 @@ def test_models_of_the_transformers_backend_add_up_routed_experts(
 def test_ranks_without_their_hooks_do_not_serve_and_the_server_says_so_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(process, "_path", lambda _: tmp_path / "reason")
+    monkeypatch.setattr(refusals, "_path", lambda _: tmp_path / "reason")
     own = hooks._SchedulerHooks(BalanceConfig())
     with pytest.raises(UnsupportedError, match="SGLang did not apply the hooks on"):
         own.scheduler_made(None, None)
     server = os.fork()
     if not server:
-        monkeypatch.setattr(process, "first_process", os.getpid)
+        monkeypatch.setattr(refusals, "first_process", os.getpid)
         hooks.end(kill_process_tree, os.getpid())
     assert os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) == 1
     assert capfd.readouterr().err.startswith("ultraep: error: SGLang did not apply the hooks on")

@@ -42,8 +42,8 @@ with warnings.catch_warnings():
 from tests.support.experts import make_batch
 from tests.support.hosts import engine_group
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.balance.agreement import require_agreement
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.errors import UnsupportedError
 
 SHAPE = fakes.SHAPE

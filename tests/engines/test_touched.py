@@ -9,7 +9,7 @@ import pytest
 from tests.engines.touched import Adapter, EngineSource, moved
 
 ADAPTER = {
-    "engine/seams.py": """
+    "engines/engine/seams.py": """
 from engine.layers import Experts
 from engine.layers.moe import run as run_experts
 

@@ -36,8 +36,8 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.stage import Flow
 
 from tests.support.experts import NUM_EXPERTS
+from ultraep_serve.balance.agreement import SharedValues
 from ultraep_serve.engines.common import group
-from ultraep_serve.engines.common.shared_values import SharedValues
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import TokenView
 

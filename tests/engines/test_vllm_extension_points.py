@@ -27,13 +27,14 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, build, configure
-    from ultraep_serve.engines.vllm import checks, launch, load, model
+    from ultraep_serve.engines.vllm import checks, headless, load, model
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import versions
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher.vllm import parse_engine_flags
 from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy, TokenView
 
@@ -217,11 +218,11 @@ def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(
     flags = ["-tp", "2", "-dp=4", "-dpl", "2", "-dpn", "1", "--nnodes", "2", "--headless", "-ep"]
     flags += ["--enable-dbo", "--ubatch-size", "2", "--kv_cache_memory_bytes=99", "--port", "81"]
     flags += ["--gpu-memory-utilization", "0.5"]
-    monkeypatch.setattr("sys.argv", ["launch", "--model", "m", *flags])
-    launch.main()
+    monkeypatch.setattr("sys.argv", ["headless", "--model", "m", *flags])
+    headless.main()
     (theirs,) = started
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    ours = vars(launch.parse_engine_flags(flags))
+    ours = vars(parse_engine_flags(flags))
     assert theirs.model == "m"
     ours |= {"host": None, "kv_cache_memory_bytes": int(ours["kv_cache_memory_bytes"])}
     ours["gpu_memory_utilization"] = float(ours["gpu_memory_utilization"])

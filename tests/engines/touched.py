@@ -17,14 +17,15 @@ __all__ = ["Adapter", "EngineSource", "moved"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-_ADAPTERS = Path(__file__).resolve().parents[2] / "ultraep_serve" / "engines"
+_PACKAGE = Path(__file__).resolve().parents[2] / "ultraep_serve"
 
 
 class Adapter:
-    """The source of the adapter of ``engine``, a top-level package, with what all of them share."""
+    """The source of the adapter and launcher of ``engine``, and what all adapters share."""
 
-    def __init__(self, engine: str, root: Path = _ADAPTERS) -> None:
-        paths = [path for name in (engine, "common") for path in (root / name).glob("*.py")]
+    def __init__(self, engine: str, root: Path = _PACKAGE) -> None:
+        found = (f"engines/{engine}/*.py", "engines/common/*.py", f"launcher/{engine}.py")
+        paths = [path for pattern in found for path in root.glob(pattern)]
         self._nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_bytes()))]
         self.engine = engine
 

@@ -24,8 +24,8 @@ from ultraep_lab.engine_recordings import from_vllm
 from ultraep_lab.store import load_trace
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.launch import experts_of
 from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
+from ultraep_serve.launcher.engine import experts_of
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics import summarise
 from ultraep_serve.sidecar.store import NoAnswerError, RunStore

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from ultraep_serve.engines.common import guard
+from ultraep_serve.launcher import guard
 
 ASKED = ["python", "-m", "server", "--additional-config", '{"ultraep": {}}', "--port", "1"]
 

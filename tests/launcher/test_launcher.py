@@ -105,7 +105,7 @@ def test_a_wrong_file_of_settings_starts_nothing(
 BECOMES = """
 import os, sys
 from ultraep_serve.cli import main, serve
-from ultraep_serve.engines.common.launch import EngineCommand
+from ultraep_serve.launcher.engine import EngineCommand
 code = "import os; print(os.getpid(), os.environ['GIVEN'])"
 serve.vllm.engine_command = lambda *_: EngineCommand(
     [sys.executable, "-c", code], {**os.environ, "GIVEN": "x"}, None, ("cores 0-1",)

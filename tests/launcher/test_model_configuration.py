@@ -8,8 +8,8 @@ import pytest
 
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.launch import check_experts, count_experts
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.engine import check_experts, count_experts
 
 
 def gigabytes(path: Path) -> None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.balance.agreement import find_location
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.rendezvous import find_location, meet
+from ultraep_serve.engines.common.run import meet
 from ultraep_serve.errors import ConfigError, SharedMemoryError
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.run_directory import (

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.balance.speeds import ExpertClock
-from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import UltraEPError
+from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
+from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
+from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView, parse_speeds
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
@@ -32,6 +33,7 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "make_backend",
     "marking_failure",
     "row_width",
 ]
@@ -68,6 +70,37 @@ class GroupSetup:
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
         return self.config.timeout_seconds * CONNECT_FACTOR
+
+    def why_never_balanced(self, costs: CostModel, largest_batch: int | None) -> str:
+        """What keeps every layer at home, whatever its load, and what to do; empty: nothing does.
+
+        ``largest_batch`` in assignments over all ranks; None: the engine sets no bound.
+        """
+        config, shape, domain_size = self.config, self.shape, self.location.domain_size
+        if domain_size == 1:
+            return (
+                "every domain has one rank, so there is nowhere to copy experts to; start more "
+                "ranks by one ultraep-serve, or choose a larger --domain-size"
+            )
+        if not shape.num_replica_slots:
+            return "without replica slots there is no room for copies; choose --slots 1 or more"
+        speeds = parse_speeds(config.speeds) or (1.0,) * shape.num_ranks
+        worst = sum(speeds) / min(speeds)  # all assignments on the slowest rank
+        if config.speeds != SpeedSource.AUTO.value and config.max_imbalance >= worst:
+            return (
+                f"no load is more uneven than {worst:.3g}, and up to --max-imbalance "
+                f"{config.max_imbalance:g} all are left alone; choose less"
+            )
+        if largest_batch is None:
+            return ""
+        loads, one_expert = (largest_batch, -(-largest_batch // domain_size)), Transfer(1, 1)
+        if saved_picoseconds(*loads, shape, one_expert, costs.integer_costs()) > 0:
+            return ""
+        return (
+            "by the costs that were measured or given, copying one expert takes longer than it "
+            f"could save in the largest batch, of {largest_batch} assignments; let the engine "
+            "schedule more tokens at once"
+        )
 
 
 def row_width(num_logical_experts: int, view: TokenView) -> int:
@@ -202,3 +235,26 @@ class Backend(Protocol):
 
         ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """
+
+
+def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
+    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
+    location = setup.location
+    if device.type == "cpu":
+        if location.spans_hosts:
+            raise UnsupportedError(
+                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
+                f"reach; use at most the {location.host_size} ranks of a host"
+            )
+        from ultraep_serve.balance.host.backend import HostBackend
+
+        return HostBackend(setup)
+    if device.type != "cuda":
+        raise UnsupportedError(f"experts on {device} cannot be balanced")
+    # Only here: needs Triton, which a host without a GPU may do without.
+    from ultraep_serve.balance.cuda.backend import DeviceBackend
+    from ultraep_serve.balance.cuda.driver import open_driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
+    return DeviceBackend(setup, open_driver(index, kind))

@@ -5,10 +5,9 @@ import os
 from typing import Any
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_file_flag, given_settings
-from ultraep_serve.engines.common.launch import EngineCommand
-from ultraep_serve.engines.sglang import launch as sglang
-from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher import sglang, vllm
+from ultraep_serve.launcher.engine import EngineCommand
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import address_of, why_not_listen
 from ultraep_serve.types import Policy

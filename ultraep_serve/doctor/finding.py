@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.launch import RankCount
+from ultraep_serve.launcher.engine import RankCount
 
 __all__ = ["Finding", "Status", "Subject", "error", "ok", "size", "warning"]
 

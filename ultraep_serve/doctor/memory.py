@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
-from ultraep_serve.engines.common.launch import count_experts
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.engine import count_experts
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RING_RECORDS

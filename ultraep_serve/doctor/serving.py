@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
-from ultraep_serve.engines.common.launch import count_experts
 from ultraep_serve.errors import NoServerError, UnsupportedError
+from ultraep_serve.launcher.engine import count_experts
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
 from ultraep_serve.system.topology import locate
 

@@ -6,8 +6,8 @@ from importlib import metadata
 
 from ultraep_serve import __version__
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
-from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.launcher.guard import PLUGIN, left_out
 from ultraep_serve.system.environment import engine_variable
 from ultraep_serve.system.versions import (
     VLLM,

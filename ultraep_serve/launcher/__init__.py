@@ -1,1 +1,1 @@
-"""Starting an engine's server with the sidecar beside it; knows no engine."""
+"""Starting an engine's server with the sidecar beside it; imports no engine."""

@@ -1,6 +1,6 @@
 """The one place that reads the environment, and what is left there for the processes below.
 
-Any process that imports torch may come by here (``engines.common.guard``), so it imports little.
+Any process that imports torch may come by here (``launcher.guard``), so it imports little.
 """
 
 import contextlib

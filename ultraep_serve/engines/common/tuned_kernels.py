@@ -7,9 +7,10 @@ slots stand beside a rank's own experts, so it would look for ``E=66`` and find 
 import contextlib
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from ultraep_serve.engines.common.launch import package_folder
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import engine_variable, set_engine_variable
 
 __all__ = ["link_tuned_kernels", "use_tuned_kernels"]
@@ -40,7 +41,7 @@ def use_tuned_kernels(engine: str, num_slots: int, target: Path) -> None:
     tuned = _OF_ENGINE.get(engine)
     if tuned is None or engine_variable(tuned.variable):
         return
-    if link_tuned_kernels(package_folder(engine) / tuned.folder, num_slots, target):
+    if link_tuned_kernels(_package_folder(engine) / tuned.folder, num_slots, target):
         set_engine_variable(tuned.variable, str(target))
 
 
@@ -59,3 +60,11 @@ def link_tuned_kernels(folder: Path, num_slots: int, target: Path) -> bool:
         with contextlib.suppress(FileExistsError):  # by another rank
             (target / name).symlink_to(path)
     return bool(files)
+
+
+def _package_folder(name: str) -> Path:
+    """Where a top-level package that is installed has its files; it is not imported."""
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{name} is no package here")
+    return Path(spec.submodule_search_locations[0])

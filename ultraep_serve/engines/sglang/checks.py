@@ -11,11 +11,11 @@ from sglang.srt.layers.moe.utils import should_use_flashinfer_cutlass_moe_fp4_al
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
-from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.engines.sglang.host import ACTIVATIONS
-from ultraep_serve.engines.sglang.launch import ANYWHERE, ON_CPU
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
+from ultraep_serve.launcher.engine import Requirement, unmet
+from ultraep_serve.launcher.sglang import ANYWHERE, ON_CPU
 from ultraep_serve.system.versions import SGLANG, NewerEngine
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ from sglang.srt.utils import is_cpu
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.group import BalancedLayers
-from ultraep_serve.engines.common.process import is_refused, repeat_now, repeated_at_exit
-from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.engines.common.requirements import require_parameters
+from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.sglang.checks import (
     check_checkpoint,
     check_cpu_execution,
@@ -37,7 +35,8 @@ from ultraep_serve.engines.sglang.model import (
 from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, own_prefill_tokens
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.environment import first_process
-from ultraep_serve.system.versions import SGLANG
+from ultraep_serve.system.refusals import is_refused, repeat_now, repeated_at_exit
+from ultraep_serve.system.versions import SGLANG, require_parameters
 from ultraep_serve.types import Policy
 
 __all__ = ["install"]

@@ -7,10 +7,9 @@ import logging
 import os
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.requirements import why_not_loaded
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.environment import first_process
-from ultraep_serve.system.versions import SGLANG
+from ultraep_serve.system.versions import SGLANG, why_not_loaded
 from ultraep_serve.types import Policy
 
 __all__ = ["register"]
@@ -28,8 +27,8 @@ def register() -> None:
         config = BalanceConfig.from_environment()
         if config is None:
             return
-        from ultraep_serve.engines.common.process import repeat_at_exit
-        from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
+        from ultraep_serve.engines.common.run import refuse_or_serve_plainly
+        from ultraep_serve.system.refusals import repeat_at_exit
 
         repeat_at_exit()
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-from ultraep_serve.engines.common.shared_values import SharedValues
+from ultraep_serve.balance.agreement import SharedValues
 
 __all__ = ["shared_values", "wrong_kernel"]
 

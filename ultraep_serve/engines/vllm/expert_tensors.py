@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.engines.common.shared_values import SharedValues
+from ultraep_serve.balance.agreement import SharedValues
 from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["expert_parameters", "fit_shared_values", "other_kernel", "shared_values"]

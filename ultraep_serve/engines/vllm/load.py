@@ -15,11 +15,11 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.guard import SETTING
-from ultraep_serve.engines.common.process import repeated_at_exit
-from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
+from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.vllm.checks import check_checkpoint, check_engine, is_primary
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher.guard import SETTING
+from ultraep_serve.system.refusals import repeated_at_exit
 from ultraep_serve.types import Policy
 
 __all__ = ["config_of", "join_workers"]

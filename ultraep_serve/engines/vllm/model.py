@@ -38,7 +38,7 @@ from ultraep_serve.engines.common.group import (
     start_balancing,
     summed,
 )
-from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
+from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.vllm.checks import (
     check_device_execution,
     check_layer,

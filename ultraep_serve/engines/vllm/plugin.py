@@ -8,12 +8,11 @@ import logging
 import sys
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
-from ultraep_serve.engines.common.process import repeat_at_exit
-from ultraep_serve.engines.common.requirements import why_not_loaded
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.guard import SETTING, setting_on_command_line
 from ultraep_serve.system.environment import share_with_ray_workers
-from ultraep_serve.system.versions import VLLM
+from ultraep_serve.system.refusals import repeat_at_exit
+from ultraep_serve.system.versions import VLLM, why_not_loaded
 
 __all__ = ["register"]
 

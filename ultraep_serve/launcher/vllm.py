@@ -1,11 +1,4 @@
-"""How to start vLLM's OpenAI server; imports nothing of vLLM until it runs.
-
-    python -m ultraep_serve.engines.vllm.launch --model MODEL --headless [engine flags]
-
-runs vLLM's own ranks without a server, for all hosts but the first: what ``vllm serve --headless``
-does. That command starts only where a distribution is named vllm, which CPU builds are not, and the
-module that starts servers has no headless mode. Verified with 0.32 and 0.33.
-"""
+"""How to start vLLM's OpenAI server; imports nothing of vLLM."""
 
 import argparse
 import json
@@ -15,21 +8,22 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.guard import SETTING
-from ultraep_serve.engines.common.launch import (
+from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
+from ultraep_serve.launcher.cores import cores_of_ranks
+from ultraep_serve.launcher.engine import (
     NO_LORA,
     EngineCommand,
     EngineFlags,
     RankCount,
+    Requirement,
     allocator,
     check_cpu_experts,
     check_experts,
     check_model,
     check_plugin,
+    unmet,
 )
-from ultraep_serve.engines.common.requirements import Requirement, unmet
-from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
-from ultraep_serve.launcher.cores import cores_of_ranks
+from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.environment import child_environment, engine_variable
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.gpu_packages import require_fit_packages
@@ -46,7 +40,7 @@ __all__ = [
 
 DEFAULT_PORT = 8000
 _GROUP = "vllm.general_plugins"  # of entry points
-_HEADLESS = "ultraep_serve.engines.vllm.launch"
+_HEADLESS = "ultraep_serve.engines.vllm.headless"
 _ADDITIONAL = "--additional-config"
 _CACHE = "--kv-cache-memory-bytes"
 _CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -238,22 +232,3 @@ def _is_cpu_build() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def main() -> None:
-    """Run the ranks of this host until they or the first host's end."""
-    from vllm.entrypoints.cli.serve import (  # defined elsewhere, in every version in another place
-        ServeSubcommand,
-        make_arg_parser,
-        validate_parsed_serve_args,
-    )
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
-    validate_parsed_serve_args(arguments)
-    ServeSubcommand.cmd(arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,17 @@
-"""What the launch files of all engines share; imports no engine."""
+"""What the launchers of all engines share; imports no engine."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.launcher.guard import PLUGIN, left_out
 from ultraep_serve.system.files import read_object
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "EngineCommand",
     "EngineFlags",
     "RankCount",
+    "Requirement",
     "allocator",
     "check_cpu_experts",
     "check_experts",
@@ -26,10 +27,15 @@ __all__ = [
     "check_plugin",
     "count_experts",
     "experts_of",
-    "package_folder",
+    "unmet",
 ]
 
 NO_LORA = "LoRA on experts is not there yet; drop --enable-lora"
+
+# An attribute's name (dots lead further inside); its valid value, several of them, or a function
+# that says whether a value is one; what is wrong with others and what to do, {value} being theirs.
+Requirement: TypeAlias = tuple[str, object, str]
+
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -63,6 +69,19 @@ class RankCount(NamedTuple):
     def in_stage(self) -> int:
         """R, the ranks of one pipeline stage."""
         return self.total // self.stages
+
+
+def unmet(subject: object, requirements: Iterable[Requirement]) -> str | None:
+    """The advice of the first of ``requirements`` that ``subject`` does not meet."""
+    for name, valid, advice in requirements:
+        value = attrgetter(name)(subject)
+        if callable(valid):
+            is_met = valid(value)
+        else:
+            is_met = value in (valid if isinstance(valid, tuple) else (valid,))
+        if not is_met:
+            return advice.format(value=value)
+    return None
 
 
 def check_plugin(engine: str, group: str) -> None:
@@ -158,11 +177,3 @@ def _configuration(model: str) -> dict[str, Any] | None:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
         raise ConfigError(f"{error}; mend it or fetch the model again, or name another") from error
-
-
-def package_folder(name: str) -> Path:
-    """Where a top-level package that is installed has its files; it is not imported."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{name} is no package here")
-    return Path(spec.submodule_search_locations[0])

@@ -7,20 +7,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.launch import (
+from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
+from ultraep_serve.launcher.cores import cores_of_ranks
+from ultraep_serve.launcher.engine import (
     NO_LORA,
     EngineCommand,
     EngineFlags,
     RankCount,
+    Requirement,
     allocator,
     check_cpu_experts,
     check_experts,
     check_model,
     check_plugin,
+    unmet,
 )
-from ultraep_serve.engines.common.requirements import Requirement, unmet
-from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
-from ultraep_serve.launcher.cores import cores_of_ranks
 from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.types import Policy

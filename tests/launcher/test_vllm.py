@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.vllm import launch
-from ultraep_serve.engines.vllm.launch import count_ranks, engine_command, parse_engine_flags
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher import vllm
+from ultraep_serve.launcher.vllm import count_ranks, engine_command, parse_engine_flags
 from ultraep_serve.system import gpu_packages
 from ultraep_serve.types import Policy
 
@@ -19,13 +19,13 @@ TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 
 @pytest.fixture(autouse=True)
 def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: name)
     monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [])
 
 
 @pytest.fixture
 def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_is_cpu_build", lambda: True)
+    monkeypatch.setattr(vllm, "_is_cpu_build", lambda: True)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
@@ -55,7 +55,7 @@ def test_a_host_without_a_server_runs_ranks_alone() -> None:
     flags = [*DATA_PARALLEL, "-dpl", "2", "-dpr", "2", "--headless"]
     command = engine_command("m", flags, QUOTA)
     assert command.address is None
-    program = ["-m", "ultraep_serve.engines.vllm.launch", "--model", "m", *flags]
+    program = ["-m", "ultraep_serve.engines.vllm.headless", "--model", "m", *flags]
     assert command.arguments[1 : 1 + len(program)] == program
 
 
@@ -67,7 +67,7 @@ def test_the_address_is_known() -> None:
 @pytest.mark.usefixtures("cpu_build")
 def test_ranks_share_the_cores_where_they_outnumber_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = {2: [[0, 1], [2, 3]], 8: [[cpu] for cpu in (0, 1, 2, 3) * 2]}
-    monkeypatch.setattr(launch, "cores_of_ranks", lambda num_ranks: lists.get(num_ranks, []))
+    monkeypatch.setattr(vllm, "cores_of_ranks", lambda num_ranks: lists.get(num_ranks, []))
     for flags, cores in ((["-tp", "2"], "0,1|2,3"), (["-tp", "2", "-dp", "4"], "0|1|2|3|0|1|2|3")):
         command = engine_command("m", flags, OFF)
         assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == cores
@@ -85,7 +85,7 @@ def test_memory_comes_from_tcmalloc_where_it_is_installed(
 ) -> None:
     find = {name: f"lib{name}.so.4" for name in there}.get
     monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM's platform for CPUs sets it
-    monkeypatch.setattr("ultraep_serve.engines.common.launch.find_library", find)
+    monkeypatch.setattr("ultraep_serve.launcher.engine.find_library", find)
     environment = engine_command("m", ["-tp", "2"], OFF).environment
     assert environment.get("LD_PRELOAD") == (f"lib{there[0]}.so.4" if there else None)
 
@@ -94,8 +94,8 @@ def test_memory_comes_from_tcmalloc_where_it_is_installed(
 def test_all_caches_take_half_of_the_free_memory_unless_the_user_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "cores_of_ranks", lambda num_ranks: [[0], [1]])
-    monkeypatch.setattr(launch, "available_memory", lambda: 10 << 30)
+    monkeypatch.setattr(vllm, "cores_of_ranks", lambda num_ranks: [[0], [1]])
+    monkeypatch.setattr(vllm, "available_memory", lambda: 10 << 30)
 
     def cache(*flags: str) -> str | None:
         words = engine_command("m", [*TWO_RANKS, *flags], QUOTA).arguments
@@ -117,7 +117,7 @@ def test_a_local_checkpoint_needs_no_network(tmp_path: Path) -> None:
 def test_a_gpu_server_that_cannot_start_is_refused_and_told_of_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
+    monkeypatch.setattr(vllm, "_is_cpu_build", lambda: False)
     unfit = gpu_packages.Unfit("nccl", "NCCL is old", "pip install nccl", False)
     monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [unfit])
     assert engine_command("org/model", TWO_RANKS, QUOTA).said == ["NCCL is old; pip install nccl"]
@@ -138,7 +138,7 @@ def test_a_gpu_server_that_cannot_start_is_refused_and_told_of_the_rest(
 def test_a_server_on_gpus_gets_its_flags_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
+    monkeypatch.setattr(vllm, "_is_cpu_build", lambda: False)
     command = engine_command("org/model", flags, QUOTA)
     program = ["-m", "vllm.entrypoints.openai.api_server", "--model", "org/model", *flags]
     assert command.arguments[1:-1] == [*program, "--additional-config"]

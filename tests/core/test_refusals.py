@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve import errors
-from ultraep_serve.engines.common import process
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.system import refusals
 
 PROGRAM = """
 import multiprocessing, sys
 from ultraep_serve import errors
-from ultraep_serve.engines.common.process import repeated_at_exit, repeat_at_exit
+from ultraep_serve.system.refusals import repeated_at_exit, repeat_at_exit
 
 def rank(names):
     repeat_at_exit()  # not the first process: nothing is said at its end
@@ -79,11 +79,11 @@ def test_a_pipe_in_the_place_of_the_reason_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Anybody can make one under a name that is known beforehand."""
-    monkeypatch.setattr(process, "_path", lambda _: tmp_path / "pipe")
+    monkeypatch.setattr(refusals, "_path", lambda _: tmp_path / "pipe")
     os.mkfifo(tmp_path / "pipe")
 
     def refuse() -> None:
-        with suppress(UnsupportedError), process.repeated_at_exit():
+        with suppress(UnsupportedError), refusals.repeated_at_exit():
             raise UnsupportedError("no experts")
 
     refusal = threading.Thread(target=refuse, daemon=True)

@@ -1,0 +1,138 @@
+"""What ranks must have alike: version, settings, and what all experts of a rank share.
+
+A copied expert takes its own tensors along and finds the rest at its target: a scale that a rank
+took from its own experts would make it compute something else there than its master does.
+"""
+
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_serve import __version__
+from ultraep_serve.balance.backend import CONNECT_FACTOR, GroupSetup
+from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
+from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.system.topology import Location, host_identity, locate
+from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
+
+if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
+    from ultraep_serve.config import BalanceConfig
+
+__all__ = ["SharedValues", "find_location", "require_agreement", "wait_for_all"]
+
+_REFUSED = 0  # instead of a digest
+_OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
+_NAME_BYTES = 64  # as long as Linux lets a host's name be
+
+
+@dataclass(frozen=True)
+class SharedValues:
+    """The tensors and numbers of one layer that belong to no single expert."""
+
+    layer_name: str
+    names: Sequence[str]
+    digest: int  # int64, not 0
+    remedy: str  # what to use where ranks differ
+
+    @classmethod
+    def of(
+        cls, layer_name: str, values: Iterable[tuple[str, torch.Tensor | float]], remedy: str
+    ) -> "SharedValues":
+        """Digest the names, types, shapes and bytes of ``values``."""
+        names, digest = [], blake2b(digest_size=8)
+        for name, value in values:
+            names.append(name)
+            tensor = torch.as_tensor(value).detach().cpu().contiguous()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        number = int.from_bytes(digest.digest(), "little", signed=True)
+        return cls(layer_name, names, number or 1, remedy)
+
+
+def require_agreement(
+    layers: Sequence[SharedValues | UnsupportedError],
+    group: dist.ProcessGroup,
+    config: "BalanceConfig",
+) -> None:
+    """Raise UnsupportedError, on all ranks alike, where ranks differ or one has refused a layer.
+
+    ``layers`` has this rank's values, or why a layer cannot be balanced, of every layer. All ranks
+    of ``group`` call it together. Raises PeerTimeoutError when one does not come.
+    """
+    own = [layer.digest if isinstance(layer, SharedValues) else _REFUSED for layer in layers]
+    ranks = HostAllGather(group, config.timeout_seconds * CONNECT_FACTOR)
+    everywhere = ranks.gather(np.array(own, dtype=np.int64))
+    for index, layer in enumerate(layers):
+        if isinstance(layer, UnsupportedError):
+            raise layer
+        of_ranks = everywhere[:, index]
+        if (refused := np.flatnonzero(of_ranks == _REFUSED)).size:
+            raise UnsupportedError(
+                f"rank {refused[0]} cannot balance {layer.layer_name}; see its log for the reason"
+            )
+        if (of_ranks != of_ranks[0]).any():
+            raise UnsupportedError(
+                f"{layer.layer_name}: ranks differ in what holds for all their experts, so a copy "
+                f"elsewhere would compute with other values; it is one of "
+                f"{', '.join(layer.names)}; use {layer.remedy}"
+            )
+
+
+def find_location(
+    config: "BalanceConfig", rank: int, num_ranks: int, group: EngineGroup | None
+) -> Location:
+    """Find where ``rank`` is; all ranks together. Without ``group`` all of them share this host.
+
+    Raises UnsupportedError where ranks and hosts form no domains, ConfigError where hosts run
+    different versions or were given different flags, PeerTimeoutError when a rank does not come.
+    """
+    if group is None:
+        return locate(rank, [0] * num_ranks, config.domain_size, os.uname().nodename)
+    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
+    shared = Path(config.run_dir) if config.run_dir else SHARED_MEMORY
+    identity = [host_identity(shared), _checksum(__version__)]
+    hosts = ranks.gather(np.concatenate([identity, _host_name()]))  # so wide in every version
+    if (strangers := np.flatnonzero(hosts[:, 1] != hosts[0, 1])).size:
+        raise ConfigError(
+            f"rank {strangers[0]} runs another version of ultraep_serve than rank 0 (rank {rank} "
+            f"runs {__version__}); install the same one on every host"
+        )
+    settings = config.model_dump(mode="json", exclude=set(_OF_ONE_HOST))
+    rows = ranks.gather(np.array([_checksum(value) for value in settings.values()], np.int64))
+    for other, differs in enumerate(rows != rows[0]):
+        if differs.any():
+            name = list(settings)[int(differs.argmax())]
+            raise ConfigError(
+                f"rank {other} was started with another {name} than rank 0; start "
+                "all hosts with the same settings"
+            )
+    name = hosts[0, 2:].tobytes().rstrip(b"\0").decode("ascii", "replace")
+    return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
+
+
+def wait_for_all(setup: GroupSetup) -> None:
+    """Return when all ranks of all domains have come this far; those of one are connected already.
+
+    Raises PeerTimeoutError when a rank does not come.
+    """
+    group = setup.engine_group
+    if group is not None and setup.location.num_domains > 1:
+        HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))
+
+
+def _host_name() -> NDArray[np.int64]:
+    name = os.uname().nodename.encode("ascii", "replace")[:_NAME_BYTES]
+    return np.frombuffer(name.ljust(_NAME_BYTES, b"\0"), np.int64)
+
+
+def _checksum(value: object) -> int:
+    return zlib.crc32(str(value).encode())
