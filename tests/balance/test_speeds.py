@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.speeds import (
-    RankSpeeds,
-    fixed_speeds,
-)
+from ultraep_serve.balance.speeds import RankSpeeds, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape, SpeedSource, parse_speeds

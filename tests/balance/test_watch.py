@@ -23,12 +23,7 @@ from tests.support.waiting import until
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.watch import HostBeats, HostWatch
 from ultraep_serve.errors import OutputError
-from ultraep_serve.system.topology import (
-    ONLY_STAGE,
-    Location,
-    is_process_alive,
-    process_state,
-)
+from ultraep_serve.system.topology import ONLY_STAGE, Location, is_process_alive, process_state
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState
