@@ -24,8 +24,8 @@ class Adapter:
     """The source of the adapter and launcher of ``engine``, and what all adapters share."""
 
     def __init__(self, engine: str, root: Path = _PACKAGE) -> None:
-        found = (f"engines/{engine}/*.py", "engines/common/*.py", f"launcher/{engine}.py")
-        paths = [path for pattern in found for path in root.glob(pattern)]
+        found = (f"engines/{engine}/*", "engines/common/*", f"launcher/{engine}", "launcher/engine")
+        paths = [path for pattern in found for path in root.glob(f"{pattern}.py")]
         self._nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_bytes()))]
         self.engine = engine
 

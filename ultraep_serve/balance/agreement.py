@@ -1,7 +1,8 @@
-"""What ranks must have alike: version, settings, and what all experts of a rank share.
+"""What ranks find out together at start: which hosts they are on, and that nothing differs.
 
-A copied expert takes its own tensors along and finds the rest at its target: a scale that a rank
-took from its own experts would make it compute something else there than its master does.
+Version and settings must be alike, and what belongs to no single expert: a copied expert takes its
+own tensors along and finds the rest at its target, where another scale would make it compute
+something else than its master does.
 """
 
 import os

@@ -1,7 +1,8 @@
 """What balancing is made of, whether experts live in host memory or on a GPU.
 
 ``GroupSetup`` is what the ranks have agreed on. A ``Backend`` (``host.backend``, ``cuda.backend``)
-turns it into a ``LayerBalancer`` that an adapter calls for every layer.
+turns it into a ``LayerBalancer`` that an adapter calls for every layer. ``make_backend`` chooses by
+where experts live.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Starting an engine's server with the sidecar beside it; imports no engine."""
+"""What is around an engine: its command, what is refused before, the sidecar's process."""

@@ -1,4 +1,4 @@
-"""What the launchers of all engines share; imports no engine."""
+"""What launchers share, with adapters and doctor: commands, ranks, what is required of settings."""
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """What this process is to become; made by an engine's adapter."""
+    """What this process is to become; made by an engine's launcher."""
 
     arguments: list[str]  # of the engine's own server
     environment: dict[str, str]  # defaults; the user's own win

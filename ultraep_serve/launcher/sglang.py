@@ -1,4 +1,4 @@
-"""How to start SGLang's OpenAI server; imports nothing of SGLang."""
+"""How to start SGLang's OpenAI server, and what is refused of it; imports nothing of SGLang."""
 
 import argparse
 import os

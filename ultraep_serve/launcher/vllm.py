@@ -47,7 +47,7 @@ _CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
-    """The few of vLLM's own flags that matter for starting: host, port, sizes and hosts."""
+    """The few of vLLM's own flags that matter for starting, or that are refused."""
     parser = EngineFlags(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)

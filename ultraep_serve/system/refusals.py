@@ -31,7 +31,7 @@ _at_exit = _AtExit()
 
 
 def repeat_at_exit() -> None:
-    """Have the process that was started first do the above when it ends.
+    """Have the process that was started first say that reason when it ends.
 
     Finalizers run last created first, so the engine, which is started later, has ended its ranks
     by then. ``atexit`` would call this while they live.

@@ -1,4 +1,4 @@
-"""The releases of engines that balancing was verified with: the one table of them.
+"""The releases of engines that balancing was verified with, and what is refused of others.
 
 Errors, ``doctor``, ``--version`` and docs/engines.md speak from it; tests hold pyproject.toml,
 README and the images to it. Imports no engine: that takes seconds, and may fail.

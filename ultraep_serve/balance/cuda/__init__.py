@@ -1,5 +1,4 @@
-"""Balancing where experts live in NVIDIA GPUs' memory: the same names as in ``host``.
+"""Balancing where experts live in NVIDIA GPUs' memory; names as in ``host`` are of twins.
 
-``driver`` holds the calls of CUDA's virtual memory API that are used, ``memory`` keeps them in
-order, ``rendezvous`` is how ranks hand each other their memory.
+``driver`` holds the calls of CUDA's virtual memory API that ``balance.memory`` keeps in order.
 """

@@ -1,1 +1,1 @@
-"""Balancing where experts live in host memory: the same names as in ``cuda``."""
+"""Balancing where experts live in host memory."""

@@ -1,6 +1,7 @@
 """A run directory for the ranks of each host, which its primary rank makes.
 
-That rank also starts the sidecar beside it, where one is asked for.
+That rank also starts the sidecar beside it, where one is asked for. A refusal is raised, or the
+engine serves plainly and the sidecar is told why.
 """
 
 import logging

@@ -187,11 +187,7 @@ _ON_GPU: tuple[Requirement, ...] = (
     ("enable_paged_experts", False, "--enable-paged-experts moves the same weights; drop it"),
     ("kt_weight_path", None, "experts on the host cannot be moved; drop --kt-weight-path"),
     ("cpu_offload_gb", 0, "offloaded weights cannot be moved; drop --cpu-offload-gb"),
-    (
-        "offload_group_size",
-        (-1, 0),
-        "offloaded weights cannot be moved; drop --offload-group-size",
-    ),
+    ("offload_group_size", (-1, 0), "offloaded weights cannot be moved; drop --offload-group-size"),
     ("enable_memory_saver", False, "moved weights cannot be released; drop --enable-memory-saver"),
     ("weight_cache_mode", "off", "cached weights cannot be moved; use --weight-cache-mode off"),
     (

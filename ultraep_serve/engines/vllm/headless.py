@@ -7,8 +7,6 @@ vllm, which CPU builds are not, and the module that starts servers has no headle
 with 0.32 and 0.33.
 """
 
-import os
-
 from vllm.entrypoints.cli.serve import (  # defined elsewhere, in every version in another place
     ServeSubcommand,
     make_arg_parser,
@@ -16,10 +14,15 @@ from vllm.entrypoints.cli.serve import (  # defined elsewhere, in every version 
 )
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from ultraep_serve.system.environment import engine_variable, set_engine_variable
+
+_STARTS_WORKERS = "VLLM_WORKER_MULTIPROC_METHOD"
+
 
 def main() -> None:
     """Run the ranks of this host until they or the first host's end."""
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
+    if engine_variable(_STARTS_WORKERS) is None:
+        set_engine_variable(_STARTS_WORKERS, "spawn")  # as vLLM's own commands do
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
     validate_parsed_serve_args(arguments)
     ServeSubcommand.cmd(arguments)
