@@ -1,8 +1,7 @@
 """What balancing is made of, whether experts live in host memory or on a GPU.
 
 ``GroupSetup`` is what the ranks have agreed on. A ``Backend`` (``host.backend``, ``cuda.backend``)
-turns it into a ``LayerBalancer`` that an adapter calls for every layer. ``make_backend`` chooses by
-where experts live.
+turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
 from collections.abc import Callable
@@ -16,10 +15,9 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
-from ultraep_serve.errors import UltraEPError, UnsupportedError
+from ultraep_serve.errors import UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Recorder
@@ -34,7 +32,6 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
-    "make_backend",
     "marking_failure",
     "row_width",
 ]
@@ -236,26 +233,3 @@ class Backend(Protocol):
 
         ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """
-
-
-def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
-    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
-    location = setup.location
-    if device.type == "cpu":
-        if location.spans_hosts:
-            raise UnsupportedError(
-                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
-                f"reach; use at most the {location.host_size} ranks of a host"
-            )
-        from ultraep_serve.balance.host.backend import HostBackend
-
-        return HostBackend(setup)
-    if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced")
-    # Only here: needs Triton, which a host without a GPU may do without.
-    from ultraep_serve.balance.cuda.backend import DeviceBackend
-    from ultraep_serve.balance.cuda.driver import open_driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
-    return DeviceBackend(setup, open_driver(index, kind))

@@ -28,8 +28,9 @@ from ultraep_serve.balance.agreement import (
     require_agreement,
     wait_for_all,
 )
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
+from ultraep_serve.balance.make_backend import make_backend
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
