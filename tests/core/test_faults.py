@@ -9,9 +9,9 @@ _WALL_CLOCK = re.compile(r"\btime\.time(?:_ns)?\(|datetime\.|localtime|gmtime")
 
 def test_nobody_waits_by_the_wall_clock() -> None:
     """They read it for what they record and show only; what they wait by cannot be set."""
-    without = ("cli", "doctor")  # which wait for nobody
-    files = [*(ROOT / "ultraep_serve").rglob("*.py")]
-    files = [file for file in files if not {*file.parts} & {*without}]
+    package = ROOT / "ultraep_serve"
+    apart = {package / "cli", package / "doctor"}  # which wait for nobody
+    files = [file for file in package.rglob("*.py") if not apart & {*file.parents}]
     files += (ROOT / "kernels").rglob("*.py")
     used = {}
     for file in files:
