@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from ultraep_kernels.host.plan import plan
 
 from tests.support.ranks import fresh_run_path
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
@@ -18,10 +20,11 @@ if TYPE_CHECKING:
     from tests.support.sidecar_runs import SkewedRun
 
 
-@pytest.fixture(scope="session", autouse=True)
-def interrupts() -> None:
-    """Ctrl-C reaches tests and their processes, also where a shell in the background ignores it."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Ctrl-C reaches tests, also in a shell's background; workers find a planner compiled."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if session.config.getoption("numprocesses", None):
+        plan(np.ones((2, 2), np.int64), 1, 0, 2, np.ones(2, np.int64))
 
 
 @pytest.fixture

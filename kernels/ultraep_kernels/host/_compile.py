@@ -14,9 +14,9 @@ def compiled(function: F) -> F:
     """Compile for CPU on the first call, without the GIL, kept on disk for the next process.
 
     The cache on disk notices a change of the function's own file only. An entry point therefore
-    keeps every compiled function that it calls in its own file; after a change of ``_atomics`` or
-    ``_amx`` the cache has to be removed by hand. Where neither the package nor the home directory
-    can be written, each process compiles for itself.
+    keeps every compiled function that it calls in its own file; after a change of ``_atomics`` the
+    cache has to be removed by hand. Where there is no place for it, each process compiles for
+    itself. Literal arguments are types, each compiled for; ``np.int64(0)`` and ``bool(0)`` are not.
     """
     try:
         return cast(F, njit(cache=True, nogil=True)(function))

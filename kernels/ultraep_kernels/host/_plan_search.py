@@ -151,7 +151,7 @@ def _search(
         if attempt == search.first:
             gap = best[0] - goal
         threshold = goal + gap * (attempt // 2 % 5) // 4
-        _attempt(threshold, attempt % 2 == 0, True, attempt // 2, domain, made)
+        _attempt(threshold, attempt % 2 == 0, bool(1), attempt // 2, domain, made)
         time = busiest_time(made.rank_load, domain.speeds)
         if time > goal:
             _relax(search.sweeps, domain.speeds, made)
@@ -185,7 +185,7 @@ def _save(
     made = _empty_placement(domain, best_slots)
     for attempt in range(search.thrifty):
         threshold = goal + attempt * goal // search.grain
-        _attempt(threshold, False, False, 0, domain, made)
+        _attempt(threshold, bool(0), bool(0), np.int64(0), domain, made)
         if busiest_time(made.rank_load, domain.speeds) <= threshold:
             sent, total = _count_replicas(made.slots, num_masters)
             if 0 < total < best[2] and sent <= best[1]:
@@ -222,7 +222,7 @@ def _attempt(
     quotas[:] = 0
     num_slots = slots.shape[1]
     room = _capacities(threshold, speeds) - rank_load
-    step = 0
+    step = np.int64(0)
     while True:
         donor = _pick_donor(room, seed, step)
         if donor < 0:
