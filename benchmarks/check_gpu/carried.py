@@ -28,18 +28,17 @@ def missing_piece(kit: Path) -> str | None:
 
 
 def unpack(kit: Path) -> None:
-    """Put the pieces together, register this checkout, and link vLLM's names for NCCL."""
-    if _is_unpacked(kit):
-        return
-    half = kit / "half"
-    shutil.rmtree(half, ignore_errors=True)
-    pieces = sorted(kit.glob(f"{ARCHIVE}.*"))
-    with subprocess.Popen(["cat", *pieces], stdout=subprocess.PIPE) as joined:
-        assert joined.stdout is not None
-        _extract(joined.stdout, half)
-    _register(half)
-    _link_shim(half)
-    half.rename(kit / "site")
+    """Put the pieces together, link vLLM's names for NCCL, and register this checkout as it is."""
+    if not _is_unpacked(kit):
+        half = kit / "half"
+        shutil.rmtree(half, ignore_errors=True)
+        pieces = sorted(kit.glob(f"{ARCHIVE}.*"))
+        with subprocess.Popen(["cat", *pieces], stdout=subprocess.PIPE) as joined:
+            assert joined.stdout is not None
+            _extract(joined.stdout, half)
+        _link_shim(half)
+        half.rename(kit / "site")
+    _register(kit / "site")
 
 
 def environment(kit: Path) -> dict[str, str]:
@@ -83,7 +82,7 @@ def _register(site: Path) -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = site / "ultraep_serve-0.dist-info"
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     (own / "METADATA").write_text("Metadata-Version: 2.1\nName: ultraep-serve\nVersion: 0\n")
     groups = project["entry-points"] | {"console_scripts": project["scripts"]}
     lines = []

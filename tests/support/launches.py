@@ -7,6 +7,7 @@ device would decide shows only where a test writes it.
 import ctypes
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ from tests.support.mirror import FakeRecorder, mirrored_balancer
 from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
-from ultraep_serve.balance.cuda import timing
+from ultraep_serve.balance.cuda import recording, timing
+from ultraep_serve.balance.cuda.arrival import side_stream
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import PendingBatch
@@ -252,14 +254,23 @@ def host_microseconds_per_layer() -> dict[str, float]:
 
     A batch's first and last layers, which have more to do, are apart from those between.
 
-    The driver is a function of C that does nothing, which is called as the driver's own is.
+    The driver is a function of C that does nothing, which is called as the driver's own is. Where
+    torch sees a GPU, memory for ids, streams and events are asked of it.
     """
-    ids, found = torch.zeros((TOKENS, TOP_K), dtype=torch.int32), dict[str, float]()
-    no_records = mock.patch.object(Records, "write", _nothing)  # of what nobody wrote
+    device, found = torch.device("cuda" if torch.cuda.is_available() else "cpu"), dict[str, float]()
+    ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32, device=device)
     nothing = ctypes.CDLL(None).pthread_equal  # of a configuration and 0
     nothing.argtypes = [ctypes.c_void_p] * 4
-    with prepared_launches(nothing), no_records:
+    with (
+        prepared_launches(nothing),
+        mock.patch.object(Records, "write", _nothing),  # of what nobody wrote
+        mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),
+        mock.patch.object(
+            balancer_module, "side_stream", side_effect=lambda _: side_stream(device)
+        ),
+    ):
         balancer = recorded_balancer(FakeRecorder())
+        balancer._device = device
         for kind in ("balanced", "left_alone", "decode"):
             tokens = SMALL - 1 if kind == "decode" else TOKENS
             if kind == "left_alone":
@@ -277,11 +288,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
             first, *between, last = zip(*of_batches, strict=True)
             found[kind] = statistics.median([each for layer in between for each in layer])
             found[f"{kind}, first"], found[f"{kind}, last"] = map(statistics.median, (first, last))
-    times = []
-    for _ in range(1000):
-        began = time.perf_counter()
-        nothing(1, 0, 1, None)
-        times.append(time.perf_counter() - began)
+    times = timeit.repeat(lambda: nothing(1, 0, 1, None), number=1, repeat=1000)
     return found | {"launch": 1e6 * statistics.median(times)}
 
 

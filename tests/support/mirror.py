@@ -45,7 +45,6 @@ class FakeRecorder(KeepsNothing):
     failures: list[VerificationCheck] = field(default_factory=list)
 
     def record(self, record: LayerRecord) -> None:
-        """As ``Recorder.record``."""
         self.stage_ns = list(record.stage_ns)
         assert len(self.stage_ns) == len(Stage)
         assert min(self.stage_ns) >= 0
@@ -54,23 +53,18 @@ class FakeRecorder(KeepsNothing):
         self.events.append(values)
 
     def count_batch(self, decision: Decision) -> None:
-        """As ``Recorder.count_batch``."""
         self.events.append(decision)
 
     def count_verified(self, check: VerificationCheck, _nanoseconds: int) -> None:
-        """As ``Recorder.count_verified``."""
         self.verified.append(check)
 
     def count_verification_failure(self, check: VerificationCheck) -> None:
-        """As ``Recorder.count_verification_failure``."""
         self.failures.append(check)
 
     def switch_off_in_doubt(self) -> None:
-        """As ``ControlPage.switch_off_in_doubt``."""
         self.policy = Policy.OFF
 
     def count_lost(self) -> None:
-        """As ``Recorder.count_lost``."""
         self.lost += 1
 
 

@@ -35,10 +35,8 @@ class _HostMark:
 
 
 def new_mark(device: torch.device) -> Any:
-    """A CUDA event that keeps the time."""
-    if device.type != "cuda":
-        return _HostMark()
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    """An event of the device that keeps the time."""
+    return torch.Event(device, enable_timing=True) if device.type == "cuda" else _HostMark()
 
 
 def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
