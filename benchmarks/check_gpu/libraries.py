@@ -20,6 +20,8 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 import torch  # noqa: E402
 from report import Report  # noqa: E402
 
+from tests.support.launches import host_microseconds_per_layer  # noqa: E402
+
 MODULES = {
     "triton": ("triton", "ultraep_kernels.device.plan"),
     "vllm": ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm.vllm_flash_attn"),
@@ -39,6 +41,7 @@ def main() -> None:
     if find_spec("vllm"):
         for operator in (silu_and_mul, rms_norm, topk_softmax, moe_align_block_size):
             report.run(f"vllm's {operator.__name__}", operator)
+    report.run("the host's part of a layer, us", host_microseconds_per_layer)
     report.run("all-reduce of two processes", all_reduce_apart)
     sys.exit(not report.all_passed)
 
