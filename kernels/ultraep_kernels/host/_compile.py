@@ -16,7 +16,7 @@ def compiled(function: F) -> F:
     The cache on disk notices a change of the function's own file only. An entry point therefore
     keeps every compiled function that it calls in its own file; after a change of ``_atomics`` the
     cache has to be removed by hand. Where there is no place for it, each process compiles for
-    itself. Literal arguments are types, each compiled for; ``np.int64(0)`` and ``bool(0)`` are not.
+    itself. Literal arguments are types, each compiled for; ``int(False)`` and ``bool(0)`` are not.
     """
     try:
         return cast(F, njit(cache=True, nogil=True)(function))

@@ -185,7 +185,7 @@ def _save(
     made = _empty_placement(domain, best_slots)
     for attempt in range(search.thrifty):
         threshold = goal + attempt * goal // search.grain
-        _attempt(threshold, bool(0), bool(0), np.int64(0), domain, made)
+        _attempt(threshold, bool(0), bool(0), int(False), domain, made)
         if busiest_time(made.rank_load, domain.speeds) <= threshold:
             sent, total = _count_replicas(made.slots, num_masters)
             if 0 < total < best[2] and sent <= best[1]:
@@ -222,7 +222,7 @@ def _attempt(
     quotas[:] = 0
     num_slots = slots.shape[1]
     room = _capacities(threshold, speeds) - rank_load
-    step = np.int64(0)
+    step = int(False)
     while True:
         donor = _pick_donor(room, seed, step)
         if donor < 0:
