@@ -281,7 +281,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
                 for layer in range(LAYERS):
                     began = time.perf_counter()
                     balancer.route(layer, ids, tokens)
-                    balancer.receive()
+                    balancer.receive().stop()
                     balancer.computed()
                     of_layers.append(1e6 * (time.perf_counter() - began))
                 of_batches.append(of_layers)
