@@ -16,7 +16,7 @@ import triton
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import Inboxes, exchange, new_epoch
-from ultraep_kernels.device.identity import identity
+from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width
 from ultraep_kernels.device.plan import Copies, FollowUp, Gate, Sender, new_plan_buffers, plan
 from ultraep_kernels.device.relays import has_relays, plan_sends
@@ -135,7 +135,7 @@ def launches_of(case: Case) -> list[Launch]:
         sending = found.sends, found.slot_expert, masters, tables, 1, epoch, status, programs
         stream(*sending)
         receive(*sending, decision=decision, reported=status, patience_ns=PATIENCE_NS)
-        identity(ids, case.num_experts, masters, slots)
+        Identity(case.num_experts, masters, slots)(ids, ids)
         exchange(counted.row, inboxes, PATIENCE_NS)  # of what ranks compare at start, as the next
         plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
     return launches

@@ -4,6 +4,7 @@ import ctypes
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,27 +14,26 @@ pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from ultraep_kernels.device.launch import _Config, _Launch
+from ultraep_kernels.device.launch import Launches
 
 from tests.support.launches import (
     HostWork,
-    bound_as_on_a_gpu,
     count_layers,
-    leaves_of,
     prepared_launches,
     recorded_balancer,
     recorded_streams,
 )
 from tests.support.mirror import FakeRecorder
 from tests.support.offline import Launch
+from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.types import ExpertShape
 
 # of a layer in the middle of a batch: launches, allocations, copies, events
 MOST = {
-    "balanced": (4, 1, 0, 4),  # the events time the experts; a stream forks and joins
-    "left_alone": (2, 1, 0, 2),  # as it was in the batch before last
-    "off": (1, 1, 0, 0),
-    "decode": (1, 1, 0, 0),
+    "balanced": (4, 0, 0, 4),  # the events time the experts; a stream forks and joins
+    "left_alone": (2, 0, 0, 2),  # as it was in the batch before last
+    "off": (1, 0, 0, 0),
+    "decode": (1, 0, 0, 0),
 }
 # how much more in the first layer: the batch's speeds; what this rank would have, there and back.
 # Where the policy was off, all that says whether it still is, and the batch's records.
@@ -137,17 +137,35 @@ def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
 
 @pytest.mark.parametrize("kind", ["balanced", "left_alone"])
 def test_ids_are_not_kept_for_launches_that_are_made_again(kind: str) -> None:
-    with recorded_streams() as streams:
+    with prepared_launches(lambda *_: 0):
         balancer = recorded_balancer(FakeRecorder())
         balancer._expected.left_alone = {(0, 0)} if kind == "left_alone" else set()
         for _ in range(2):
             ids = torch.zeros((300, 4), dtype=torch.int32)
-            physical = balancer.route(0, ids, 300)
+            balancer.route(0, ids, 300)
+            balancer.receive()
             balancer.computed()
-            kept = weakref.ref(ids), weakref.ref(physical)
-            del ids, physical
-            streams.launches.clear()
-            assert [reference() for reference in kept] == [None, None]
+            kept = weakref.ref(ids)
+            del ids
+            assert kept() is None
+
+
+@pytest.mark.parametrize("tokens", [300, 1])
+def test_layers_share_memory_for_physical_ids_and_graphs_have_their_own(tokens: int) -> None:
+    ids = torch.zeros((tokens, 4), dtype=torch.int32)
+    with recorded_streams(), mock.patch.object(balancer_module, "is_capturing") as capturing:
+        balancer = recorded_balancer(FakeRecorder(), ExpertShape(8, 64, 2, num_micro_batches=2))
+        found = []
+        for capturing.return_value in (False, True, False):
+            places = [(layer, half) for half in (0, 1) for layer in (0, 1)]
+            found.append([balancer.route(layer, ids, tokens, half) for layer, half in places])
+        (first, second, third, fourth), graphs, after = found
+        assert first is second is after[0] is after[1]
+        assert third is fourth is after[2] is after[3]
+        assert len({each.data_ptr() for each in (first, third, *graphs)}) == 6
+        others = torch.zeros((tokens + 1, 4), dtype=torch.int64)
+        longer = balancer.route(1, others, tokens)
+        assert (longer.shape, longer.dtype) == (others.shape, others.dtype)
 
 
 def compiled_for(launches: list[Launch]) -> set[tuple[str, str]]:
@@ -195,43 +213,40 @@ def test_nothing_is_compiled_while_serving(num_micro_batches: int) -> None:
 def test_a_launch_that_is_made_again_passes_what_triton_passes(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Word by word, with the ids of the batch that it is made for."""
-    backend, again = make_backend(GPUTarget("cuda", 90, 32)), _Launch.again
-    expected, found = [], []
+    """Word by word, with what the layer would launch with if it were the first of its kind."""
+    make, found = Launches.make, list[tuple[int, list[int]]]()
 
-    def noting(made: Any, blocks: int, changed: dict[str, Any]) -> None:
-        parameters = {each.name: each for each in made._kernel.params}
-        for each in (parameters[name] for name in changed):  # no kernel is compiled for its values
-            assert each.do_not_specialize or each.do_not_specialize_on_alignment
-        arguments = {**made._given, **changed}
-        signature, values = bound_as_on_a_gpu(backend, made._kernel, arguments)
-        words = [int(each) for each in leaves_of(signature, values)]
-        expected.append((made._grid + blocks, [*words, 0, 0]))
-        again(made, blocks, changed)
+    def noting(launches: Launches, action: Any, *others: Any) -> None:
+        before, is_first = len(asked), launches._blocks is None
+        if not is_first:
+            action()
+        make(launches, action, *others)
+        if is_first:
+            del asked[before:]
 
-    def launched(config: int, _function: int, parameters: int, _more: None) -> int:
-        places = (ctypes.c_uint64 * len(expected[-1][1])).from_address(parameters)
-        words = [ctypes.c_uint64.from_address(each).value for each in places]
-        found.append((_Config.from_address(config).grid_x, words))
+    def launched(config: Any, _function: Any, parameters: Any, _more: None) -> int:
+        words = [ctypes.c_uint64.from_address(each).value for each in parameters]
+        found.append((config._obj.grid_x, words))
         return 0
 
-    monkeypatch.setattr(_Launch, "again", noting)
-    with prepared_launches(launched):
+    monkeypatch.setattr(Launches, "make", noting)
+    with prepared_launches(launched) as asked:
         balancer = recorded_balancer(FakeRecorder())
         balancer._expected.left_alone = {(1, 0)} if kind == "left_alone" else set()
         for tokens in (300, 300, 300, 300, 307, 1):
             ids = torch.zeros((tokens, 4), dtype=torch.int32)
             for layer in (0, 1):
                 balancer.route(layer, ids, 300)
+                balancer.receive()
                 balancer.computed()
-            balancer.identity(ids)
+            balancer.route(0, ids, 1)
     assert len(found) > 10
-    assert found == expected
+    assert found == asked
 
 
 def test_an_error_of_the_driver_is_raised() -> None:
     with prepared_launches(lambda *_: 719):
         balancer, ids = recorded_balancer(FakeRecorder()), torch.zeros((5, 4), dtype=torch.int32)
-        balancer.identity(ids)
+        balancer.route(0, ids, 1)
         with pytest.raises(RuntimeError, match="CUDA error 719"):
-            balancer.identity(ids)
+            balancer.route(0, ids, 1)

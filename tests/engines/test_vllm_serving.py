@@ -43,20 +43,26 @@ def serve(model: Path, directory: Path, mode: str, *extra: str) -> BalancedServe
     return served("vllm", model, directory, mode, "float32", *extra)
 
 
-@pytest.mark.night
-class TestTensorParallel:
-    """One compiled server, which the last test ends."""
+class Served:
+    """One compiled server in the way of ``mode``, which the last test ends."""
+
+    mode: str
 
     @pytest.fixture(scope="class")
     @classmethod
     def server(
         cls, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[BalancedServer]:
-        with serve(qwen3, tmp_path_factory.mktemp("tensor"), "tensor") as server:
+        with serve(qwen3, tmp_path_factory.mktemp(cls.mode), cls.mode) as server:
             yield server
 
     def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+
+@pytest.mark.night
+class TestTensorParallel(Served):
+    mode = "tensor"
 
     def test_without_balancing_tokens_are_the_same_and_nothing_of_ours_is_left(
         self, server: BalancedServer, qwen3: Path, tmp_path: Path
@@ -76,19 +82,8 @@ class TestTensorParallel:
         check_end(server)
 
 
-class TestDataParallel:
-    """One compiled server; the last test kills its first process."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def server(
-        cls, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[BalancedServer]:
-        with serve(qwen3, tmp_path_factory.mktemp("data"), "data") as server:
-            yield server
-
-    def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
-        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+class TestDataParallel(Served):
+    mode = "data"
 
     def test_a_recorded_trace_shows_the_imbalance_that_was_served(
         self, server: BalancedServer, tmp_path: Path

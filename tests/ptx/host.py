@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.status import new_status
 
 from tests.ptx.compiled import Change, Prepared, prepare
@@ -61,14 +62,13 @@ class _Side:
         self._cluster, self._rank = cluster, rank
         self._stream, self._has_forked = Stream(), False
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
         self._cluster.take_launches()
         engine, self._has_forked = self._rank.stream, True
         if self._cluster.forgets != "fork":
             self._stream.last |= engine.last
         self._rank.stream = self._stream
-        yield
+        launches.make(action)
         self._cluster.take_launches()
         self._rank.stream = engine
 

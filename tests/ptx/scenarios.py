@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 from ultraep_kernels.contract import Search, search_of
+from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.status import DeviceStatus
 
 from tests.ptx.compiled import Change
@@ -379,9 +380,8 @@ class _Player:
     def _dispatch(self, rank: Any, number: int) -> None:
         arriving = rank.balancer._arriving[number]
         if self._cluster.forgets == "place" and arriving._receive is not None:
-            receive, arriving._receive = arriving._receive, None
-            with arriving.side.fork():  # slots are awaited beside dispatch
-                receive()
+            receive, arriving._receive = arriving._receive, lambda: None
+            arriving.side.launch(Launches(), receive)  # slots are awaited beside dispatch
         if self._scenario.dispatches:
             self._cluster.dispatch(rank.number)
 

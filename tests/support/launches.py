@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from ultraep_kernels.device import launch as launch_module
+from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
@@ -42,11 +43,9 @@ __all__ = [
     "KINDS",
     "HostWork",
     "Streams",
-    "bound_as_on_a_gpu",
     "count_layers",
     "host_microseconds_per_layer",
     "launches_per_layer",
-    "leaves_of",
     "prepared_launches",
     "recorded_balancer",
     "recorded_streams",
@@ -140,15 +139,14 @@ class _Side:
         self._streams, self._stream = streams, _Stream()
         self._has_forked = False
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
         streams = self._streams
         streams.note_kernels()
         streams.num_forks += 1
         engine, self._has_forked = streams._current, True
         self._stream.before |= engine.before
         streams._current = self._stream
-        yield
+        launches.make(action)
         streams.note_kernels()
         streams._current = engine
 
@@ -198,7 +196,6 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
 
     The device is so many batches behind, as it may be under an engine that schedules ahead.
     """
-    assert kind in KINDS
     recorder = FakeRecorder(policy=Policy.OFF if kind == "off" else Policy.QUOTA)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     tokens = SMALL - 1 if kind == "decode" else TOKENS
@@ -260,17 +257,13 @@ def host_microseconds_per_layer() -> dict[str, float]:
     device, found = torch.device("cuda" if torch.cuda.is_available() else "cpu"), dict[str, float]()
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32, device=device)
     nothing = ctypes.CDLL(None).pthread_equal  # of a configuration and 0
-    nothing.argtypes = [ctypes.c_void_p] * 4
     with (
         prepared_launches(nothing),
-        mock.patch.object(Records, "write", _nothing),  # of what nobody wrote
+        mock.patch.object(Records, "write", bool),  # of what nobody wrote
         mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),
-        mock.patch.object(
-            balancer_module, "side_stream", side_effect=lambda _: side_stream(device)
-        ),
+        mock.patch.object(balancer_module, "side_stream", return_value=side_stream(device)),
     ):
         balancer = recorded_balancer(FakeRecorder())
-        balancer._device = device
         for kind in ("balanced", "left_alone", "decode"):
             tokens = SMALL - 1 if kind == "decode" else TOKENS
             if kind == "left_alone":
@@ -288,25 +281,28 @@ def host_microseconds_per_layer() -> dict[str, float]:
             first, *between, last = zip(*of_batches, strict=True)
             found[kind] = statistics.median([each for layer in between for each in layer])
             found[f"{kind}, first"], found[f"{kind}, last"] = map(statistics.median, (first, last))
-    times = timeit.repeat(lambda: nothing(1, 0, 1, None), number=1, repeat=1000)
+    something = ctypes.byref(ctypes.c_uint64())
+    times = timeit.repeat(lambda: nothing(something, None, something, None), number=1, repeat=1000)
     return found | {"launch": 1e6 * statistics.median(times)}
 
 
 @contextmanager
-def prepared_launches(launched: Callable[..., int]) -> Iterator[None]:
-    """Inside, Triton launches nothing and says how; ``launched`` is called for the driver."""
+def prepared_launches(launched: Callable[..., int]) -> Iterator[list[tuple[int, list[int]]]]:
+    """Inside, Triton only yields grids and words; ``launched`` is called for the driver."""
+    asked: list[tuple[int, list[int]]] = []
     backend = make_backend(GPUTarget("cuda", 90, 32))
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         num_warps, _ = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
         arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        signature, values = bound_as_on_a_gpu(backend, function, arguments)
-        number = len(list(leaves_of(signature, values))) + 2
+        signature, values = _bound_as_on_a_gpu(backend, function, arguments)
+        words = [*map(int, _leaves_of(signature, values)), 0, 0]
+        asked.append((*grid, words))
         return SimpleNamespace(
             function=0,
             metadata=SimpleNamespace(num_warps=num_warps, shared=0),
             src=SimpleNamespace(signature=signature),
-            asm={"ptx": f".visible .entry kernel({'.param ' * number})"},
+            asm={"ptx": f".visible .entry kernel({'.param ' * len(words)})"},
         )
 
     device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 0)
@@ -315,23 +311,21 @@ def prepared_launches(launched: Callable[..., int]) -> Iterator[None]:
         mock.patch.object(launch_module, "driver", SimpleNamespace(active=device)),
         mock.patch.object(launch_module, "_launch_kernel", return_value=launched),
     ):
-        yield
+        yield asked
 
 
-def bound_as_on_a_gpu(
+def _bound_as_on_a_gpu(
     backend: Any, function: Any, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Types and values of a kernel's arguments by name, as Triton binds them."""
-    options = {"num_warps", "maxnreg"}
     bind = create_function_from_signature(function.signature, function.params, backend)
-    given = {name: value for name, value in arguments.items() if name not in options}
-    bound, specialised, _ = bind(**given)
+    bound, specialised, _ = bind(**arguments)
     fusion = {"enable_fp_fusion": False}
     _, signature, _, _ = function._pack_args(backend, fusion, bound, specialised, None)
     return {name: signature[name] for name in bound}, bound
 
 
-def leaves_of(signature: dict[str, Any], values: dict[str, Any]) -> Iterator[int]:
+def _leaves_of(signature: dict[str, Any], values: dict[str, Any]) -> Iterator[int]:
     """What is passed when a kernel runs, in order, as words."""
 
     def leaves(kind: Any, value: Any) -> Iterator[int]:
@@ -343,10 +337,6 @@ def leaves_of(signature: dict[str, Any], values: dict[str, Any]) -> Iterator[int
 
     for name, kind in signature.items():
         yield from leaves(kind, values[name])
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Faster than a mock."""
 
 
 def _counted_events(work: HostWork) -> Any:

@@ -4,16 +4,13 @@ One launch, for batches that nothing is planned for. Twin: ``master_ids`` in
 ``ultraep_serve.balance.physical``.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device.launch import Launches, launch
-from ultraep_kernels.device.reroute import new_physical
+from ultraep_kernels.device.launch import Changing, Launches, launch
 
-__all__ = ["identity"]
+__all__ = ["Identity"]
 
 _BLOCK = 1024
 
@@ -39,39 +36,26 @@ def _identity_kernel(
     tl.store(out_ptr + offsets, tl.where(valid, master, -1), mask=offsets < num_ids)
 
 
-def identity(
-    topk_ids: torch.Tensor,
-    num_logical_experts: int,
-    num_masters: int,
-    num_slots: int,
-    launches: Launches | None = None,
-) -> torch.Tensor:
-    """Physical ids (T, K) of the type of ``topk_ids`` (T, K) int32 or int64.
+class Identity:
+    """Of ids of one type, one call after the other, by a launch that is made again."""
 
-    What is no expert becomes -1. ``num_masters`` L and ``num_slots`` S of each rank. ``launches``
-    of calls before with as many experts and ids of that type.
-    """
-    out = new_physical(topk_ids)
-    number = topk_ids.numel()
-    if number:
-        changed: dict[str, Any] = {
-            "ids_ptr": topk_ids.contiguous(),
-            "out_ptr": out,
-            "num_ids": number,
-        }
-        grid = (-(-number // _BLOCK),)
-        (launches or Launches()).make(
-            lambda: launch(
-                _identity_kernel,
-                grid,
-                **changed,
-                NUM_EXPERTS=num_logical_experts,
-                NUM_MASTERS=num_masters,
-                NUM_SLOTS=num_slots,
-                BLOCK=_BLOCK,
-                num_warps=4,
-            ),
-            *grid,
-            changed,
-        )
-    return out
+    def __init__(self, num_logical_experts: int, num_masters: int, num_slots: int) -> None:
+        """``num_masters`` L and ``num_slots`` S of each rank."""
+        self._sizes = num_logical_experts, num_masters, num_slots, _BLOCK
+        self._ids = Changing("ids_ptr", "num_ids", "out_ptr")
+        self._launches = Launches(self._ids)
+
+    def __call__(self, topk_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """``out`` (T, K), contiguous: physical ids, of the type of ``topk_ids`` int32 or int64.
+
+        What is no expert becomes -1.
+        """
+        number = topk_ids.numel()
+        if number:
+            ids, blocks = topk_ids.contiguous(), -(-number // _BLOCK)
+            self._ids.set(ids.data_ptr(), number, out.data_ptr())
+            given = ids, out, number, *self._sizes
+            self._launches.make(
+                lambda: launch(_identity_kernel, (blocks,), *given, num_warps=4), blocks
+            )
+        return out

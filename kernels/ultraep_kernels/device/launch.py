@@ -2,57 +2,55 @@
 
 What a launcher and Triton work out on the host, they work out anew for every launch: sizes and
 constants, the type of every argument, of every tensor whether it lies on the device. Of a layer all
-of it stays the same but the ids, their number, and where physical ones go. ``Launches`` remember
-the rest as the driver takes it: the function, and a word for each parameter.
+of it stays the same but the ids, their number, and where physical ones go, which are ``Changing``.
+``Launches`` remember the rest as the driver takes it: the function, and where each parameter lies.
 """
 
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from triton.runtime import driver
 
-__all__ = ["Launches", "launch"]
+__all__ = ["Changing", "Launches", "launch"]
 
 _Grid: TypeAlias = tuple[int, ...]
+_Made: TypeAlias = tuple[Any, int, dict[str, Any], Any]  # kernel, grid, given, what it returned
 _PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
 _SCRATCH = 2  # parameters that Triton adds; memory that no kernel here needs
+_WORD = ctypes.sizeof(ctypes.c_uint64)
+
+
+class Changing:
+    """Arguments by name that are not the same each time, where all launches read them.
+
+    Tensors of the same types, and numbers below 2**31, of no value that a kernel is compiled for.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._words = array("Q", [0] * len(names))
+        first, _ = self._words.buffer_info()
+        self.addresses = {name: first + _WORD * place for place, name in enumerate(names)}
+
+    def set(self, *words: int) -> None:
+        """For launches from now on: numbers, and where tensors begin, in the order of the names."""
+        for place, word in enumerate(words):
+            self._words[place] = word
 
 
 class _Recording(threading.local):
     """Of this thread: engines run micro-batches in threads of their own."""
 
-    made: "list[_Launch] | None" = None
+    made: list[_Made] | None = None
 
 
 _recording = _Recording()
-
-
-class _Launch:
-    """A launch that was made, to be made again with other values for some arguments."""
-
-    def __init__(self, kernel: Any, grid: int, given: dict[str, Any], compiled: Any) -> None:
-        """``compiled`` is what the launch returned, None under the interpreter."""
-        self._kernel, self._grid, self._given = kernel, grid, given
-        self._prepared = None if compiled is None else _Prepared.of(kernel, given, compiled)
-
-    def forget(self, blocks: int, changed: Mapping[str, object]) -> None:
-        """Keep nothing of what is to be given anew."""
-        self._grid -= blocks
-        for name in changed:
-            del self._given[name]
-
-    def again(self, blocks: int, changed: Mapping[str, Any]) -> None:
-        """Launch with the arguments that are given, and all others as before."""
-        if self._prepared is None:
-            self._kernel[(self._grid + blocks,)](**self._given, **changed)
-        else:
-            self._prepared.launch(self._grid + blocks, changed)
 
 
 class _Config(ctypes.Structure):
@@ -67,44 +65,47 @@ class _Config(ctypes.Structure):
     ]
 
 
-class _Prepared:
-    """A kernel's function and parameters as the driver takes them."""
+def _launch_again(made: _Made, changing: Changing, stays: bool) -> Callable[[int], None] | None:
+    """What makes the launch again with so many programs more, in the stream that is current then.
 
-    def __init__(self, compiled: Any, words: list[int], places: dict[str, int]) -> None:
-        threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
-        self._config = _Config(1, 1, 1, threads, 1, 1, shared)
-        self._function, self._places = compiled.function, places
-        self._words = (ctypes.c_uint64 * len(words))(*words)
-        first, size = ctypes.addressof(self._words), ctypes.sizeof(ctypes.c_uint64)
-        addresses = (first + size * number for number in range(len(words)))
-        self._parameters = (ctypes.c_void_p * len(words))(*addresses)
-        self._given = ctypes.addressof(self._config), ctypes.addressof(self._parameters)
-        self._device, self._launch = driver.active.get_current_device(), _launch_kernel()
-        self._stream_of = driver.active.get_current_stream
+    Or, where it ``stays``, in the one that is current now. It raises RuntimeError: what the driver
+    says. None where Triton has compiled nothing, as its interpreter, or passes anything that is not
+    known here, as its sanitizer does.
+    """
+    kernel, grid, given, compiled = made
+    if compiled is None:
+        return None
+    words: list[int] = []
+    changed: dict[int, int] = {}
+    for name, kind in compiled.src.signature.items():
+        if name in changing.addresses:
+            changed[len(words)] = changing.addresses[name]
+        words += _words(kind, given.get(name, kernel.signature.parameters[name].default))
+    words += [0] * _SCRATCH
+    found = _PARAMETERS.search(compiled.asm["ptx"])
+    if found is None or found[1].count(".param") != len(words):
+        return None
+    values = (ctypes.c_uint64 * len(words))(*words)
+    first = ctypes.addressof(values)
+    places = (changed.get(place, first + _WORD * place) for place in range(len(words)))
+    parameters = (ctypes.c_void_p * len(words))(*places)
+    threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+    config = _Config(1, 1, 1, threads, 1, 1, shared)
+    # objects of ctypes, which it would make anew for every call
+    arguments = ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters, None
+    launch_kernel, stream_of = _launch_kernel(), driver.active.get_current_stream
+    device = driver.active.get_current_device()
+    stream = stream_of(device) if stays else None
+    kept = {name: each for name, each in given.items() if name not in changing.addresses}
 
-    @classmethod
-    def of(cls, kernel: Any, given: Mapping[str, Any], compiled: Any) -> "_Prepared | None":
-        """None where Triton passes anything that is not known here, as its sanitizer does."""
-        words: list[int] = []
-        places: dict[str, int] = {}
-        for name, kind in compiled.src.signature.items():
-            places[name] = len(words)
-            words += _words(kind, given.get(name, kernel.signature.parameters[name].default))
-        words += [0] * _SCRATCH
-        found = _PARAMETERS.search(compiled.asm["ptx"])
-        is_known = found is not None and found[1].count(".param") == len(words)
-        return cls(compiled, words, places) if is_known else None
-
-    def launch(self, grid: int, changed: Mapping[str, Any]) -> None:
-        """In the current stream. RuntimeError: what the driver says."""
-        words, places = self._words, self._places
-        for name, value in changed.items():
-            words[places[name]] = value if isinstance(value, int) else value.data_ptr()
-        config, parameters = self._given
-        self._config.grid_x, self._config.stream = grid, self._stream_of(self._device)
-        error = self._launch(config, self._function, parameters, None)
+    def again(more: int, _kept: object = (values, changing, kept)) -> None:
+        config.grid_x = grid + more
+        config.stream = stream_of(device) if stream is None else stream
+        error = launch_kernel(*arguments)
         if error:
             raise RuntimeError(f"CUDA error {error} at a launch")
+
+    return again
 
 
 def _words(kind: Any, value: Any) -> Iterator[int]:
@@ -120,43 +121,47 @@ def _words(kind: Any, value: Any) -> Iterator[int]:
 @cache
 def _launch_kernel() -> Any:
     """``cuLaunchKernelEx`` of the driver."""
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
-    return function
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+
+
+_NOTHING = Changing()
 
 
 class Launches:
     """What an action launches, in order; it keeps the tensors that do not change."""
 
-    def __init__(self) -> None:
-        self._made: list[_Launch] | None = None
+    def __init__(self, changing: Changing = _NOTHING) -> None:
+        """``changing`` is set before each time."""
+        self._changing = changing
+        self._again: list[Callable[[int], None]] = []
+        self._blocks: int | None = None  # of the time it was done
 
     def make(
         self,
         action: Callable[[], object],
         blocks: int = 0,
-        changed: Mapping[str, Any] = MappingProxyType({}),
+        stream: torch.Stream | None = None,
     ) -> None:
         """Do ``action``, or, if it was done before, only launch again what it launched then.
 
-        Again with the arguments that are named in ``changed``, where they are not the same each
-        time: tensors of the same types, and numbers below 2**31, of no value that a kernel is
-        compiled for; and with as many programs more or fewer as there are ``blocks`` of ids.
-        Launches are made in the current stream.
+        Again with what ``changing`` has by then, and with as many programs more or fewer as there
+        are ``blocks`` of ids. All in the current stream or in ``stream``, the same each time.
         """
-        if self._made is None:
-            made: list[_Launch] = []
+        if self._blocks is not None:
+            for again in self._again:
+                again(blocks - self._blocks)
+            return
+        with stream or nullcontext():
+            made: list[_Made] = []
             _recording.made = made
             try:
                 action()
             finally:
                 _recording.made = None
-            for each in made:
-                each.forget(blocks, changed)
-            self._made = made
-        else:
-            for each in self._made:
-                each.again(blocks, changed)
+            found = [_launch_again(each, self._changing, stream is not None) for each in made]
+        self._again = [again for again in found if again is not None]
+        if len(self._again) == len(made):
+            self._blocks = blocks
 
 
 def launch(kernel: Any, grid: _Grid, *arguments: Any, **named: Any) -> None:
@@ -164,4 +169,4 @@ def launch(kernel: Any, grid: _Grid, *arguments: Any, **named: Any) -> None:
     compiled = kernel[grid](*arguments, **named)
     if _recording.made is not None:
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-        _recording.made.append(_Launch(kernel, grid[0], given, compiled))
+        _recording.made.append((kernel, grid[0], given, compiled))

@@ -1,29 +1,26 @@
 """Experts on their way into this rank's slots, beside the stream that the engine launches in."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from ultraep_kernels.device.launch import Launches
 
-from ultraep_serve.balance.cuda.recording import LayerTimer, Untimed
+from ultraep_serve.balance.cuda.recording import UNTIMED, LayerTimer
 from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.types import Stage
 
 __all__ = ["Arrival", "SideStream", "side_stream"]
 
-_UNTIMED = Untimed()
-
 
 class SideStream(Protocol):
-    """Runs beside the current stream from a fork to the next ``join``."""
+    """Runs beside the current stream from a launch to the next ``join``."""
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
-        """Run what is launched inside behind all that was launched before."""
+    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
+        """Have ``launches`` make ``action`` behind all that was launched before."""
 
     def join(self) -> None:
-        """Have the current stream wait for what was forked; without a fork do nothing."""
+        """Have the current stream wait for what was launched, if anything was."""
 
 
 class _CudaSideStream:
@@ -37,16 +34,14 @@ class _CudaSideStream:
         self._forked, self._done = torch.Event(device), torch.Event(device)
         self._has_forked = False
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
+    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
         self._forked.record()
+        self._forked.wait(self._stream)
         self._has_forked = True
-        with self._stream:
-            self._forked.wait()
-            try:
-                yield
-            finally:
-                self._done.record()
+        try:
+            launches.make(action, stream=self._stream)
+        finally:
+            self._done.record(self._stream)
 
     def join(self) -> None:
         if self._has_forked:
@@ -57,9 +52,8 @@ class _CudaSideStream:
 class _InOrder:
     """What stands in for a ``SideStream`` where the device is the host."""
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
-        yield
+    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
+        launches.make(action)
 
     def join(self) -> None:
         pass
@@ -75,7 +69,7 @@ class Arrival:
 
     def __init__(self, side: SideStream) -> None:
         self.side = side
-        self.timer: LayerTimer = _UNTIMED  # of the layer that was routed
+        self.timer: LayerTimer = UNTIMED  # of the layer that was routed
         self._receive: Callable[[], None] | None = None
 
     def expect(self, receive: Callable[[], None]) -> None:
@@ -84,10 +78,10 @@ class Arrival:
 
     def join(self) -> ExpertClock:
         """Order what is launched next behind all experts sent and received; times that."""
-        timer, self.timer = self.timer, _UNTIMED
+        timer, self.timer = self.timer, UNTIMED
         timer.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
-        self.side.join()
         if self._receive is not None:
+            self.side.join()
             receive, self._receive = self._receive, None
             receive()
         timer.lap(Stage.WAIT)

@@ -6,19 +6,16 @@ learns later, from copies of the outcome that are done by then (``recording``).
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from threading import get_ident
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
-from ultraep_kernels.device.count import CountBuffers, blocks_of, count, ids_of, new_count_buffers
-from ultraep_kernels.device.identity import identity
-from ultraep_kernels.device.launch import Launches
+from ultraep_kernels.device.count import IDS, CountBuffers, blocks_of, count, new_count_buffers
+from ultraep_kernels.device.identity import Identity
+from ultraep_kernels.device.launch import Changing, Launches
 from ultraep_kernels.device.outcome import outcome_width
 from ultraep_kernels.device.plan import (
     DevicePlan,
@@ -43,11 +40,11 @@ from ultraep_serve.balance.cuda.arrival import Arrival, side_stream
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import (
+    UNTIMED,
     Entry,
     LayerTimer,
     PendingBatches,
     PendingLayer,
-    Untimed,
     is_capturing,
 )
 from ultraep_serve.balance.cuda.records import Records
@@ -66,6 +63,7 @@ __all__ = ["DeviceBalancer", "DeviceSamples"]
 
 logger = logging.getLogger(__name__)
 
+_ID_TYPES = torch.int32, torch.int64  # routers give either
 _RECORDS_AT_ONCE = 4  # written when the host comes by
 
 
@@ -160,14 +158,19 @@ class DeviceBalancer:
         self._plans = [self._new_plan_buffers(number) for number in numbers]
         self._arriving = [Arrival(side_stream(device)) for _ in numbers]
         self._steps: dict[tuple[int, PendingLayer | None, int, bool, torch.dtype], _Steps] = {}
+        self._ids = [Changing(*IDS) for _ in numbers]
         self._sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
-        self._identities: defaultdict[tuple[torch.dtype, int], Launches] = defaultdict(Launches)
+        self._identities = {
+            (dtype, number): Identity(*self._sizes) for dtype in _ID_TYPES for number in numbers
+        }
+        self._rooms = [self._identity for _ in numbers]  # for physical ids
         self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
         self._waited = 0  # times
         expert_bytes = [layer.bytes_per_expert for layer in layers]
         self._records = Records(setup, expert_bytes, recorder, own_time, self._min_saved)
         self._expected = Expectations()
         self._has_begun = False  # whether the batch that runs has exchanged
+        self._capturing = False  # whether what was routed last goes into a CUDA graph
         self._batch = 0
 
     def _new_plan_buffers(self, micro_batch: int) -> PlanBuffers:
@@ -193,7 +196,7 @@ class DeviceBalancer:
     ) -> torch.Tensor:
         """Physical ids (T, K) on the device for logical ``topk_ids`` (T, K), padding -1 kept.
 
-        Both are int32 or int64.
+        Both are int32 or int64. The next layer's ids are written to the same memory.
 
         ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
         token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
@@ -205,9 +208,9 @@ class DeviceBalancer:
         self._fabric.check_peers(look=micro_batch == 0)
         begins = layer == 0 and micro_batch == 0
         is_small = batch_tokens < self._config.min_batch_tokens
+        self._capturing = capturing = is_capturing(topk_ids)
         if is_small and not begins:
-            return self.identity(topk_ids)
-        capturing = is_capturing(self._device)
+            return self._stay(topk_ids, micro_batch)
         if begins:
             self._batch += not capturing
             self._has_begun = False
@@ -218,9 +221,9 @@ class DeviceBalancer:
             if not capturing:
                 self._pending.skip(Decision.SMALL)
                 self._record_what_is_done()
-            return self.identity(topk_ids)
+            return self._stay(topk_ids, micro_batch)
         if self._has_begun and self._expected.rests and not capturing:
-            return self.identity(topk_ids)
+            return self._stay(topk_ids, micro_batch)
         begins, self._has_begun = not self._has_begun, True
         if begins:
             self._choice.send()
@@ -247,7 +250,7 @@ class DeviceBalancer:
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
         """Take note that the engine has launched the layer that was routed last."""
-        if self._pending.is_idle or is_capturing(self._device):  # as in most layers of decode
+        if self._pending.is_idle or self._capturing:  # as in most layers of decode
             return
         self._pending.close(micro_batch, is_last=self._expected.rests)
         if self._samples is not None:
@@ -256,17 +259,30 @@ class DeviceBalancer:
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Send each assignment to its master, (T, K) as given; padding and unknown ids give -1."""
-        launches = self._identities[topk_ids.dtype, get_ident()]  # micro-batches have threads
-        return identity(topk_ids, *self._sizes, launches)
+        return Identity(*self._sizes)(topk_ids, new_physical(topk_ids))
+
+    def _stay(self, topk_ids: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """``identity``, in the memory and by the launch of the layers before."""
+        send_home = self._identities[topk_ids.dtype, micro_batch]
+        return send_home(topk_ids, self._room(topk_ids, micro_batch))
+
+    def _room(self, topk_ids: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """One for all layers, as new memory takes longer than a launch; a graph has its own."""
+        if self._capturing:
+            return new_physical(topk_ids)
+        room = self._rooms[micro_batch]
+        if room.shape != topk_ids.shape or room.dtype != topk_ids.dtype:
+            room = self._rooms[micro_batch] = new_physical(topk_ids)
+        return room
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
         unlike = {tables.chunks.shape[0]: layer for layer, tables in enumerate(self._tables)}
         numbers = range(self._shape.num_micro_batches)
         places = [(layer, number) for layer in unlike.values() for number in numbers]
-        for dtype in (torch.int32, torch.int64):  # routers give either
+        for dtype in _ID_TYPES:
             padding = torch.full((2, 1), -1, dtype=dtype, device=self._device)
-            self.identity(padding)
+            self._stay(padding, 0)
             for expected in ([], places):
                 self._expected.left_alone = set(expected)
                 for layer, micro_batch in places:
@@ -288,30 +304,31 @@ class DeviceBalancer:
         micro_batch: int,
         begins: bool,
     ) -> torch.Tensor:
-        watch: LayerTimer = pending or Untimed()
+        watch: LayerTimer = pending or UNTIMED
         steps = self._steps_of(layer, pending, micro_batch, begins, topk_ids.dtype)
         found, number = self._plans[micro_batch].found, topk_ids.numel()
         buffers, blocks = self._buffers_of(number), blocks_of(number)
-        ids = ids_of(topk_ids, buffers.counted)
-        steps.count.make(lambda: self._count(topk_ids, buffers, begins), blocks, ids)
+        ids, physical = topk_ids.contiguous(), self._room(topk_ids, micro_batch)
+        where = ids.data_ptr(), number, buffers.counted.before.data_ptr(), physical.data_ptr()
+        self._ids[micro_batch].set(*where)
+        steps.count.make(lambda: self._count(ids, buffers, begins), blocks)
         self._gathered = self._fabric.gather(buffers.counted.row, self._rows)
         if begins:  # the speeds of a new batch follow from the rows
             steps.choose.make(self._choose_speeds)
         watch.lap(Stage.EXCHANGE)
-        physical = new_physical(topk_ids)
         left_alone = self._leaves_alone(layer, micro_batch)
         step = steps.plan_and_copy if left_alone else steps.plan
 
         def plan_layer() -> None:
             copies = self._fabric.copies(self._tables[layer]) if left_alone else None
-            follow_up = FollowUp(topk_ids, buffers.counted, physical, copies)
+            follow_up = FollowUp(ids, buffers.counted, physical, copies)
             self._plan(pending, micro_batch, begins, follow_up)
 
-        step.make(plan_layer, blocks, {"out_ptr": physical, **ids})
+        step.make(plan_layer, blocks)
         watch.lap(Stage.PLAN)
         if not left_alone:
             self._send(layer, steps, found, self._arriving[micro_batch])
-        return self._forced(topk_ids, physical, found)
+        return self._forced(ids, physical, found) if self._config.allow_ideal else physical
 
     def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: Arrival) -> None:
         """Send experts beside what the engine does until it launches its own; received there."""
@@ -321,11 +338,10 @@ class DeviceBalancer:
             # by then the next micro-batch may have exchanged and decided
             self._fabric.stream(*sent, epoch=found.sends.epoch)
 
-        if self._shape.num_slots and is_capturing(self._device):
-            steps.replicate.make(stream)
+        if self._shape.num_slots and self._capturing:
+            stream()
         elif self._shape.num_slots:
-            with arriving.side.fork():
-                steps.replicate.make(stream)
+            arriving.side.launch(steps.replicate, stream)
         arriving.expect(lambda: steps.receive.make(lambda: self._fabric.receive(*sent)))
 
     def _look_back(self) -> None:
@@ -369,11 +385,11 @@ class DeviceBalancer:
         Between domains rows come with another tensor each time.
         """
         if self._fabric.has_several_domains:
-            return _Steps()
+            return _Steps(self._ids[micro_batch])
         key = layer, pending, micro_batch, begins, dtype
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = _Steps()
+            steps = self._steps[key] = _Steps(self._ids[micro_batch])
         return steps
 
     def _buffers_of(self, number: int) -> CountBuffers:
@@ -381,7 +397,7 @@ class DeviceBalancer:
         size = 1 << max(0, number - 1).bit_length()
         buffers = self._counts_of.get(size)
         if buffers is None:
-            if is_capturing(self._device):
+            if self._capturing:
                 raise ConfigError(f"route {size} ids once before a CUDA graph of it is captured")
             buffers = self._counts_of[size] = self._counts.holding(size)
         return buffers
@@ -427,8 +443,6 @@ class DeviceBalancer:
         self, topk_ids: torch.Tensor, physical: torch.Tensor, found: DevicePlan
     ) -> torch.Tensor:
         """``physical``, or what the decision to force an even load makes of it."""
-        if not self._config.allow_ideal:
-            return physical
         first = self._gathered[: self._source_rank, HEADER_WIDTH:].sum()
         forced = forced_ids(topk_ids, self._identity, self._speeds, first).to(physical.dtype)
         return torch.where(found.decision == Decision.FORCED, forced, physical)
@@ -447,16 +461,12 @@ class DeviceBalancer:
                 self._recorder.count_batch(entry)
 
 
-@dataclass(frozen=True)
 class _Steps:
     """The launches of a layer, by stage."""
 
-    count: Launches = field(default_factory=Launches)
-    choose: Launches = field(default_factory=Launches)
-    plan: Launches = field(default_factory=Launches)
-    plan_and_copy: Launches = field(default_factory=Launches)
-    replicate: Launches = field(default_factory=Launches)
-    receive: Launches = field(default_factory=Launches)
+    def __init__(self, ids: Changing) -> None:
+        self.count, self.plan, self.plan_and_copy = (Launches(ids) for _ in range(3))
+        self.choose, self.replicate, self.receive = (Launches() for _ in range(3))
 
 
 def _on_device(speeds: NDArray[np.int64] | None, device: torch.device) -> torch.Tensor | None:

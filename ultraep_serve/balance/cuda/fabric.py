@@ -213,7 +213,8 @@ class DeviceFabric:
         """
         if look:
             self._seen = self._reported[0]
-        self._require_ok(self._seen)
+        if self._seen:
+            self._require_ok(self._seen)
 
     def require_peers(self) -> None:
         """Raise PeerTimeoutError if a wait was given up. Waits for the device."""
@@ -236,7 +237,7 @@ class DeviceFabric:
         return self._reason(self._reported[0])
 
     def _require_ok(self, status: int) -> None:
-        if status and (reason := self._reason(status)):
+        if reason := self._reason(status):
             raise PeerTimeoutError(reason)
 
     def _reason(self, status: int) -> str:

@@ -23,12 +23,12 @@ from ultraep_serve.types import Decision, Stage
 
 __all__ = [
     "TIMED_EVERY",
+    "UNTIMED",
     "Entry",
     "LayerTimer",
     "PendingBatch",
     "PendingBatches",
     "PendingLayer",
-    "Untimed",
     "is_capturing",
 ]
 
@@ -47,7 +47,7 @@ class LayerTimer(ExpertClock, Protocol):
         """Mark the launch of the layer's experts."""
 
 
-class Untimed:
+class _Untimed:
     """Stands in for a timer where nobody times a layer."""
 
     def lap(self, stage: Stage) -> None:
@@ -58,6 +58,9 @@ class Untimed:
 
     def stop(self) -> None:
         pass
+
+
+UNTIMED = _Untimed()
 
 
 class PendingLayer:
@@ -270,6 +273,6 @@ class PendingBatches:
             self._current = None
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of being run."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing(ids: torch.Tensor) -> bool:
+    """Whether what is launched now for ``ids`` goes into a CUDA graph instead of being run."""
+    return ids.is_cuda and torch.cuda.is_current_stream_capturing()

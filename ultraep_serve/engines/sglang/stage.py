@@ -111,7 +111,7 @@ class _Stage:
         ids, weights, tokens = topk_output.topk_ids, topk_output.topk_weights, flow.tokens.number
         if tokens and flow.has_zero_experts:
             ids = ids.masked_fill(weights == 0, -1)
-        tokens = 0 if is_capturing(ids.device) else tokens
+        tokens = 0 if is_capturing(ids) else tokens
         physical = flow.balancer.route(self._layer, ids, tokens)
         return hidden_states, topk_output._replace(topk_ids=physical.to(ids.dtype))
 

@@ -58,7 +58,7 @@ class Flow(CommonFlow):
         CUDA graphs are captured for the sizes of decode, once for all batches that replay them, so
         they count as empty. Ranks replay together: vLLM has them agree on it for every batch.
         """
-        if is_capturing(ids.device):
+        if is_capturing(ids):
             return 0
         if self._view is TokenView.SHARED:
             return ids.shape[0]
