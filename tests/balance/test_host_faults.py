@@ -234,7 +234,7 @@ def test_another_hosts_fault_does_not_keep_this_one_from_stopping(
 def lose_on_device(rank: int, run_path: Path) -> None:
     all_gather = DeviceAllGather(engine_group(run_path, rank, 2).on_device)
     for _ in range(2):
-        all_gather.gather(torch.zeros(3, dtype=torch.int32))
+        all_gather.gather(torch.zeros(3, dtype=torch.int32), torch.zeros((2, 3), dtype=torch.int32))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

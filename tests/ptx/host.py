@@ -50,9 +50,9 @@ class _Gather:
     def __init__(self, cluster: "Cluster", rank: int) -> None:
         self._cluster, self._rank = cluster, rank
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
+    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """As ``DeviceAllGather.gather``."""
-        return self._cluster.gather(self._rank, row)
+        self._cluster.gather(self._rank, row, rows)
 
 
 class _Side:
@@ -212,13 +212,13 @@ class Cluster:
             self._register(tensor, rank)
             self.machine.touch(tensor.data_ptr(), size, what, writes=writes)
 
-    def gather(self, rank: int, row: torch.Tensor) -> torch.Tensor:
-        """(R, W) of all ranks, each of which calls this as often."""
-        turn, size = self._gathered[rank], len(self.ranks)
+    def gather(self, rank: int, row: torch.Tensor, rows: torch.Tensor) -> None:
+        """All ranks' into ``rows`` (R, W); each of them calls this as often."""
+        turn = self._gathered[rank]
         self._gathered[rank] += 1
         if turn == len(self._gathers):
             self._gathers.append([])
-        rows, taken = torch.empty((size, row.numel()), dtype=row.dtype), self._gathers[turn]
+        taken = self._gathers[turn]
 
         def give() -> None:
             self.touch(row, rank, "a row that is gathered")
@@ -232,7 +232,6 @@ class Cluster:
         taken.append((self.call(rank, give), values))
         received = self.call(rank, receive)
         self._works[received].before = {-1 - turn, *self._works[received].before}
-        return rows
 
     def run(self) -> None:
         """Execute what was written down. Raises MachineError where that does not end."""

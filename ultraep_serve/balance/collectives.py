@@ -81,17 +81,15 @@ class DeviceAllGather:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """All ranks' rows (R, W) for this rank's ``row`` (W,), on its device.
+    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+        """Have ``rows`` (R, W) hold every rank's ``row`` (W,), on its device.
 
         Raises PeerTimeoutError where the group says that a rank is gone.
         """
-        rows = row.new_empty(self._group.size() * row.numel())
         try:
-            _all_gather(rows, row, group=self._group)
+            _all_gather(rows.view(-1), row, group=self._group)
         except RuntimeError as error:
             raise _lost(self._group, "any more", error) from error
-        return rows.view(-1, row.numel())
 
 
 def _lost(group: dist.ProcessGroup, when: str, error: RuntimeError) -> PeerTimeoutError:

@@ -149,7 +149,8 @@ class DeviceBalancer:
         self._counts_of: dict[int, CountBuffers] = {}  # as many ids; graphs keep them
         width = row_width(experts, setup.view)
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
-        self._gathered = self._rows  # of all ranks
+        several = fabric.has_several_domains
+        self._gathered = torch.zeros_like(self._rows) if several else self._rows  # of all ranks
         # what came of the layer before
         self._decision = torch.zeros(1, dtype=torch.int32, device=device)
         num_values = outcome_width(experts, ranks, slots)
@@ -312,7 +313,7 @@ class DeviceBalancer:
         where = ids.data_ptr(), number, buffers.counted.before.data_ptr(), physical.data_ptr()
         self._ids[micro_batch].set(*where)
         steps.count.make(lambda: self._count(ids, buffers, begins), blocks)
-        self._gathered = self._fabric.gather(buffers.counted.row, self._rows)
+        self._fabric.gather(buffers.counted.row, self._gathered)
         if begins:  # the speeds of a new batch follow from the rows
             steps.choose.make(self._choose_speeds)
         watch.lap(Stage.EXCHANGE)
@@ -380,12 +381,7 @@ class DeviceBalancer:
         begins: bool,
         dtype: torch.dtype,
     ) -> "_Steps":
-        """Return the launches of an earlier batch with the same arguments, to be repeated.
-
-        Between domains rows come with another tensor each time.
-        """
-        if self._fabric.has_several_domains:
-            return _Steps(self._ids[micro_batch])
+        """Return the launches of an earlier batch with the same arguments, to be repeated."""
         key = layer, pending, micro_batch, begins, dtype
         steps = self._steps.get(key)
         if steps is None:

@@ -129,15 +129,20 @@ class DeviceFabric:
         position = self.rank - self.domain.start
         return Inboxes(self._inboxes, position, self.epoch, self.status)
 
-    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' rows (R, W) int32 for this rank's ``row`` and its domain's ``rows``."""
-        return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
+    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+        """Have ``rows`` (R, W) int32 hold all ranks', which with one domain the exchange does."""
+        if self._all_gather_rows is not None:
+            self._all_gather_rows.gather(row, rows)
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
         """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), by a launch of its own."""
         if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
             raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
-        return self.gather(row, exchange(row, self.inboxes, self.patience_ns))
+        rows = exchange(row, self.inboxes, self.patience_ns)
+        if self.has_several_domains:
+            rows = rows.new_empty((self.num_ranks, row.numel()))
+            self.gather(row, rows)
+        return rows
 
     def gathered(self, values: NDArray[Number]) -> NDArray[Number]:
         """All ranks' ``values`` (n,) of 8 bytes each, (R, n), for which the host waits.
