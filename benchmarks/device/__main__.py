@@ -33,7 +33,7 @@ from machine import gpu_state, versions
 from parts import PARTS, Part
 
 from tests.support.interpreter import interpreted
-from tests.support.launches import host_microseconds_per_layer, launches_per_layer
+from tests.support.launches import KINDS, count_layers, host_microseconds_per_layer
 from ultraep_serve.system.files import write_json
 
 SCRIPT = Path(__file__).with_name("parts.py")
@@ -51,7 +51,7 @@ def main() -> None:
         "dry_run": args.dry_run,
         "versions": versions(),
         "gpu": None if args.dry_run else gpu_state(),
-        "launches_per_layer": launches_per_layer(),
+        "launches_per_layer": {kind: count_layers(kind)[1].launches for kind in KINDS},
         "host_microseconds_per_layer": host_microseconds_per_layer(),
         "parts": [],
     }

@@ -9,8 +9,10 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +30,7 @@ from ultraep_kernels.device.stream import Programs
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
 from tests.support.offline import Launch, recorded_launches
+from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda import recording, timing
@@ -35,7 +38,6 @@ from ultraep_serve.balance.cuda.arrival import side_stream
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import PendingBatch
-from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.system.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
@@ -45,13 +47,13 @@ __all__ = [
     "Streams",
     "count_layers",
     "host_microseconds_per_layer",
-    "launches_per_layer",
     "prepared_launches",
     "recorded_balancer",
     "recorded_streams",
 ]
 
 KINDS = ("balanced", "left_alone", "off", "decode")
+MANY = 94  # layers, of Qwen3-235B
 SHAPE, LAYERS, TOKENS, TOP_K, SMALL = ExpertShape(8, 64, 2), 4, 300, 4, 100
 _VIEWS = {"view", "select", "slice", "split", "expand", "as_strided", "alias", "detach", "t"}
 _VIEWS |= {"_unsafe_view", "unsqueeze", "squeeze", "transpose", "permute", "_reshape_alias"}
@@ -166,10 +168,12 @@ def recorded_streams() -> Iterator[Streams]:
             yield streams
 
 
-def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> DeviceBalancer:
+def recorded_balancer(
+    recorder: FakeRecorder, shape: ExpertShape = SHAPE, layers: int = LAYERS
+) -> DeviceBalancer:
     """Rank 0 of a group; use it inside ``recorded_launches`` only."""
     experts = shape.num_logical_experts
-    masters = [[torch.ones((shape.num_masters, 64))] for _ in range(LAYERS)]
+    masters = [[torch.ones((shape.num_masters, 64))] for _ in range(layers)]
     rows = torch.zeros((shape.num_ranks, row_width(experts, TokenView.OWN)))
     # what DeviceBalancer reads of BalanceConfig, which needs pydantic
     config: Any = SimpleNamespace(
@@ -186,9 +190,8 @@ def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> Dev
         Location.on_one_host(0, shape.num_ranks),
         chunk_bytes=1 << 12,
     )
-    return mirrored_balancer(HostDriver(), setup, masters, rows.int(), recorder, 1, Programs(1, 0))[
-        0
-    ]
+    given = HostDriver(), setup, masters, rows.int(), recorder, 1, Programs(1, 0)
+    return mirrored_balancer(*given)[0]
 
 
 def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
@@ -247,40 +250,40 @@ def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
 
 
 def host_microseconds_per_layer() -> dict[str, float]:
-    """Of every kind of layer but those of a batch that is off, and of a launch that does nothing.
+    """Of layers between a batch's first and last, and of ``all`` with records whose slots are full.
 
-    A batch's first and last layers, which have more to do, are apart from those between.
-
-    The driver is a function of C that does nothing, which is called as the driver's own is. Where
-    torch sees a GPU, memory for ids, streams and events are asked of it.
+    The driver is a function of C that does nothing, of which a launch is one call. Where torch sees
+    a GPU, memory for ids, streams and events are asked of it.
     """
+    recorder, shape = FakeRecorder(), ExpertShape(64, 256, 2)
     device, found = torch.device("cuda" if torch.cuda.is_available() else "cpu"), dict[str, float]()
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32, device=device)
     nothing = ctypes.CDLL(None).pthread_equal  # of a configuration and 0
     with (
+        TemporaryDirectory() as folder,
+        closing(create(Path(folder), shape=shape)) as ring,
         prepared_launches(nothing),
-        mock.patch.object(Records, "write", bool),  # of what nobody wrote
+        mock.patch.object(recorder, "record_batch", ring.record_batch),
         mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),
         mock.patch.object(balancer_module, "side_stream", return_value=side_stream(device)),
     ):
-        balancer = recorded_balancer(FakeRecorder())
+        balancer = recorded_balancer(recorder, shape, MANY)
         for kind in ("balanced", "left_alone", "decode"):
             tokens = SMALL - 1 if kind == "decode" else TOKENS
             if kind == "left_alone":
                 let_device_say(balancer, Decision.BALANCED)
             of_batches = []
-            for _ in range(200):
+            for _ in range(20):
                 of_layers = []
-                for layer in range(LAYERS):
+                for layer in range(MANY):
                     began = time.perf_counter()
                     balancer.route(layer, ids, tokens)
                     balancer.receive().stop()
                     balancer.computed()
                     of_layers.append(1e6 * (time.perf_counter() - began))
                 of_batches.append(of_layers)
-            first, *between, last = zip(*of_batches, strict=True)
-            found[kind] = statistics.median([each for layer in between for each in layer])
-            found[f"{kind}, first"], found[f"{kind}, last"] = map(statistics.median, (first, last))
+            found[kind] = statistics.median([each for took in of_batches for each in took[1:-1]])
+            found[f"{kind}, all"] = statistics.median(map(statistics.mean, of_batches))
     something = ctypes.byref(ctypes.c_uint64())
     times = timeit.repeat(lambda: nothing(something, None, something, None), number=1, repeat=1000)
     return found | {"launch": 1e6 * statistics.median(times)}
@@ -354,8 +357,3 @@ def _counted_events(work: HostWork) -> Any:
     stack.enter_context(marks)
     stack.enter_context(mock.patch.object(DeviceFabric, "require_peers", waited))
     return stack
-
-
-def launches_per_layer() -> dict[str, int]:
-    """Kernels launched for a layer that is not a batch's first, by kind of layer."""
-    return {kind: count_layers(kind)[1].launches for kind in KINDS}

@@ -8,7 +8,7 @@ import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
-from ultraep_serve.telemetry.record import LayerRecord
+from ultraep_serve.telemetry.record import LayerRecord, RecordArray
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -79,6 +79,11 @@ class KeepsNothing:
     def record(self, record: LayerRecord) -> None:
         """As ``Recorder.record``."""
         raise NotImplementedError
+
+    def record_batch(self, stored: RecordArray) -> None:
+        """As ``Recorder.record_batch``, one by one."""
+        for row in stored:
+            self.record(LayerRecord(*(row[name] for name in LayerRecord._fields)))
 
     def record_later(self, make: Callable[[], LayerRecord], **_: bool) -> None:
         """As ``Recorder.record_later``, at once."""

@@ -4,7 +4,6 @@ The dtype of a stored record, how it is written and how it is read come from ``L
 ``LayerOutcome`` derives what a layer's plan means for the ranks, for every backend alike.
 """
 
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ __all__ = [
     "LayerPlace",
     "LayerRecord",
     "RecordArray",
-    "RecordBuffer",
     "aligned_dtype",
     "padded",
+    "rank_loads",
     "record_checksum",
     "record_dtype",
+    "stored_record",
 ]
 
 RecordArray = NDArray[np.void]
@@ -44,27 +44,44 @@ class LayerOutcome:
     slot_load: IntArray  # (R, S) assignments that each replica computes; 0 where there is none
 
     @cached_property
+    def _rank_loads(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        columns = self.expert_load, self.speed, self.slot_expert, self.slot_load
+        return rank_loads(np.array([self.decision]), *(column[None] for column in columns))
+
+    @property
     def load_before(self) -> NDArray[np.int64]:
         """Assignments per rank (R,) where masters compute everything."""
-        by_rank = self.expert_load.reshape(len(self.speed), -1)
-        total: NDArray[np.int64] = by_rank.sum(axis=1, dtype=np.int64)
-        return total
+        return self._rank_loads[0].reshape(-1)
 
-    @cached_property
+    @property
     def load_after(self) -> NDArray[np.int64]:
         """Assignments per rank (R,) as they are computed: masters compute what replicas do not."""
-        before = self.load_before
-        if self.decision is Decision.FORCED:
-            share: NDArray[np.int64] = before.sum() * self.speed // self.speed.sum(dtype=np.int64)
-            return share
-        num_masters, num_slots = self.expert_load.size // before.size, self.slot_expert.shape[1]
-        after = before.tolist()
-        loads = self.slot_load.reshape(-1).tolist()
-        for slot, expert in enumerate(self.slot_expert.reshape(-1).tolist()):
-            if expert >= 0:  # so few that NumPy is slower
-                after[slot // num_slots] += loads[slot]
-                after[expert // num_masters] -= loads[slot]
-        return np.array(after, np.int64)
+        return self._rank_loads[1].reshape(-1)
+
+
+def rank_loads(
+    decision: _Integers,
+    expert_load: _Integers,
+    speed: _Integers,
+    slot_expert: _Integers,
+    slot_load: _Integers,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """``load_before`` and ``load_after`` (N, R) of N layers, whose outcomes are given."""
+    num_layers, num_ranks = speed.shape
+    by_rank = expert_load.reshape(num_layers, num_ranks, -1)
+    before = by_rank.sum(axis=2, dtype=np.int64)
+    layer, rank, slot = np.nonzero(slot_expert >= 0)
+    owner = slot_expert[layer, rank, slot] // by_rank.shape[2]
+    taken, given = (
+        np.bincount(layer * num_ranks + of, slot_load[layer, rank, slot], before.size)
+        for of in (rank, owner)
+    )
+    after = before + (taken - given).astype(np.int64).reshape(before.shape)
+    forced = decision == Decision.FORCED
+    if forced.any():
+        total, speeds = (each[forced].sum(axis=1, keepdims=True) for each in (before, speed))
+        after[forced] = total * speed[forced] // speeds
+    return before, after
 
 
 class LayerPlace(NamedTuple):
@@ -146,15 +163,6 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     name: hint.__metadata__
     for name, hint in get_type_hints(LayerRecord, include_extras=True).items()
 }
-_NUM_SCALARS = list(_FIELDS).index("stage_ns")
-_CODES = {"<u8": "Q", "<u4": "I", "<i4": "i", "<u2": "H"}
-# All up to the loads, packed at once: setting each by NumPy takes ten times as long.
-_HEAD = struct.Struct(
-    "<"
-    + "".join(_CODES[dtype] for _, dtype in _PREFIX)
-    + "".join(_CODES[dtype] for dtype, *_ in list(_FIELDS.values())[:_NUM_SCALARS])
-    + len(Stage) * "Q"
-)
 
 
 @lru_cache(maxsize=8)
@@ -194,19 +202,9 @@ def record_checksum(seq: int, record: memoryview) -> int:
     return zlib.crc32(record[_CRC.stop :], seq & 0xFFFFFFFF)
 
 
-class RecordBuffer:
-    """Room for one record, filled again and again."""
-
-    def __init__(self, shape: ExpertShape) -> None:
-        self.content = bytearray(record_dtype(shape).itemsize)
-        self._view = memoryview(self.content)
-        stored = np.frombuffer(self.content, record_dtype(shape))[0]
-        self._arrays = [stored[name] for name in list(_FIELDS)[_NUM_SCALARS + 1 :]]
-
-    def fill(self, seq: int, time_ns: int, record: LayerRecord) -> None:
-        """Be ``record``, the ``seq``-th, written at ``time_ns``. Raises for values of no record."""
-        for target, values in zip(self._arrays, record[_NUM_SCALARS + 1 :], strict=True):
-            target[...] = values
-        head = (seq, 0, time_ns, *record[:_NUM_SCALARS], *record.stage_ns)
-        _HEAD.pack_into(self.content, 0, *head)
-        self.content[_CRC] = record_checksum(seq, self._view).to_bytes(8, "little")
+def stored_record(record: LayerRecord, shape: ExpertShape) -> RecordArray:
+    """``record`` (1,) as it is stored, but for when. Raises for values of no record."""
+    stored = np.zeros(1, record_dtype(shape))
+    for name, values in record._asdict().items():
+        stored[name] = values
+    return stored

@@ -1,15 +1,14 @@
 """The writing end: what one rank did, one record per MoE layer of a batch, and its state.
 
-``record`` fills one scratch record, checksums it and writes it, without a lock that another process
-could hold. Where engines wait for the thread that has something to tell, ``record_later`` keeps it
-until the batch is answered: cold code takes some hundred microseconds for a record, in every layer.
+Records are written without a lock that another process could hold. Where engines wait for the
+thread that has something to tell, ``record_later`` keeps it until the batch is answered: cold code
+takes some hundred microseconds for a record, in every layer.
 A ring whose file is deleted or truncated is written on: nobody sees it, and the log says so once.
 """
 
 import contextlib
 import logging
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -18,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from ultraep_serve.errors import RingError
 from ultraep_serve.system.files import SharedFile
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
-from ultraep_serve.telemetry.record import LayerRecord, RecordBuffer
+from ultraep_serve.telemetry.record import LayerRecord, RecordArray, record_checksum, stored_record
 from ultraep_serve.telemetry.ring import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -43,7 +44,7 @@ _ANSWER_SECONDS = 5e-3  # that an engine is left alone after a batch's last laye
 _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
-_REASONS_TO_LOSE = (struct.error, ValueError, TypeError, OverflowError, OSError)
+_REASONS_TO_LOSE = (ValueError, TypeError, OverflowError, OSError)
 _AT = SimpleNamespace(**{name: field[1] for name, field in (HEADER_DTYPE.fields or {}).items()})
 _WORD = SimpleNamespace(**{name: offset // 8 for name, offset in vars(_AT).items()})
 _UNHEARD = slice(_AT.unheard, _AT.unheard + UNHEARD_BYTES)
@@ -85,7 +86,7 @@ class Recorder:
         self._batch = -1  # that records are being written for
         self._is_counted = True
         self._decision = Decision.PLANNED  # what it is counted as
-        self._buffer = RecordBuffer(header.shape)
+        self._shape = header.shape
         self.lost = 0  # records that could not be written
         self._watched = [self._file]
         self._at_heartbeat: list[Callable[[], None]] = [self._look_at_files]
@@ -132,13 +133,24 @@ class Recorder:
 
     def record(self, record: LayerRecord, time_ns: int | None = None) -> None:
         """Write one layer of one batch, which ended at ``time_ns``, or now."""
-        time_ns = time.time_ns() if time_ns is None else time_ns
         with self._counting():
-            place = self._words[_WORD.written]
-            self._buffer.fill(place + 1, time_ns, record)
-            offset = HEADER_BYTES + place % self._capacity * self._record_bytes
-            self._file.write(self._buffer.content, offset)
-            self._count(record)
+            self._write(stored_record(record, self._shape), time_ns)
+
+    def record_batch(self, stored: RecordArray) -> None:
+        """Write layers of one batch that end now, as ``stored_record`` has each; all in one go."""
+        with self._counting(len(stored)):
+            self._write(stored)
+
+    def _write(self, stored: RecordArray, time_ns: int | None = None) -> None:
+        first, size = self._words[_WORD.written], self._record_bytes
+        stored["time_ns"] = time.time_ns() if time_ns is None else time_ns
+        stored["seq"] = np.arange(first + 1, first + 1 + len(stored))
+        content = stored.view(np.uint8).data
+        for number in range(len(stored)):
+            record = content[number * size : (number + 1) * size]
+            stored["crc"][number] = record_checksum(first + 1 + number, record)
+            self._file.write(record, HEADER_BYTES + (first + number) % self._capacity * size)
+        self._count(stored)
 
     def record_later(self, make: Callable[[], LayerRecord], *, ends_batch: bool) -> None:
         """Write what ``make`` gives, for a layer that has ended now, when nobody waits for it.
@@ -255,14 +267,14 @@ class Recorder:
         return bool(self._words[_WORD.state] == RingState.FAILED)
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Write what changes with batches; where that or the block fails, a record is lost."""
+    def _counting(self, records: int = 1) -> Iterator[None]:
+        """Write what changes with batches; where that or the block fails, records are lost."""
         with self._lock:
             try:
                 yield
                 self._file.write(self._changing)
             except _REASONS_TO_LOSE as error:
-                self._lose(error)
+                self._lose(error, records)
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
@@ -276,35 +288,35 @@ class Recorder:
             with contextlib.suppress(OSError):
                 self._file.write(self._header)
 
-    def _lose(self, error: Exception) -> None:
-        self.lost += 1
-        self._words[_WORD.lost] += 1
-        if self.lost == 1:
+    def _lose(self, error: Exception, records: int = 1) -> None:
+        if not self.lost:
             _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
+        self.lost += records
+        self._words[_WORD.lost] += records
 
-    def _count(self, record: LayerRecord) -> None:
-        """Count what was written.
+    def _count(self, stored: RecordArray) -> None:
+        """Count what was written, layers of one batch.
 
         A batch counts as planned if any layer was, else by its first layer's decision: at its first
         planned layer, at its last layer, or when the next batch begins.
         """
-        words, decision = self._words, Decision(record.decision)
-        words[_WORD.written] += 1
-        words[_WORD.layers + decision] += 1
-        words[_WORD.replicas] += record.replicas
-        words[_WORD.bytes_sent] += record.bytes_sent
-        words[_WORD.bytes_received] += record.bytes_received
-        for word, time_ns in enumerate(record.stage_ns, _WORD.stage_ns):
-            if time_ns:
-                words[word] += int(time_ns)
-        words[_WORD.policy] = record.policy
-        if record.batch != self._batch:
+        words, decisions = self._words, stored["decision"].tolist()
+        words[_WORD.written] += len(stored)
+        for decision in decisions:
+            words[_WORD.layers + decision] += 1
+        for word in ("replicas", "bytes_sent", "bytes_received"):
+            words[getattr(_WORD, word)] += int(stored[word].sum())
+        for place, time_ns in enumerate(stored["stage_ns"].sum(axis=0).tolist(), _WORD.stage_ns):
+            words[place] += time_ns
+        words[_WORD.policy] = int(stored["policy"][-1])
+        batch = int(stored["batch"][0])
+        if batch != self._batch:
             self._finish_batch()
-            self._batch, self._decision, self._is_counted = record.batch, decision, False
-        if not self._is_counted and decision is Decision.PLANNED:
-            self._decision = decision
+            self._batch, self._decision, self._is_counted = batch, Decision(decisions[0]), False
+        if not self._is_counted and Decision.PLANNED in decisions:
+            self._decision = Decision.PLANNED
             self._finish_batch()
-        elif record.layer >= self._num_layers - 1:
+        elif stored["layer"].max() >= self._num_layers - 1:
             self._finish_batch()
 
     def _finish_batch(self) -> None:

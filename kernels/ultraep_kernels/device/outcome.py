@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import POLICY, Decision
+from ultraep_kernels.contract import POLICY
 
-__all__ = ["Outcome", "decision_of", "outcome_width", "store_outcome", "unpack_outcome"]
+__all__ = ["Outcome", "outcome_width", "store_outcome", "unpack_outcome"]
 
 _HEAD = 2  # decision and policy
 _HEAD_WIDTH, _POLICY = tl.constexpr(_HEAD), tl.constexpr(POLICY)
@@ -21,15 +21,15 @@ _HEAD_WIDTH, _POLICY = tl.constexpr(_HEAD), tl.constexpr(POLICY)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One layer of one batch, on the host."""
+    """One layer of one batch, or (...) many, on the host."""
 
-    decision: int  # number of a Decision
-    policy: int  # code of a Policy: rank 0's
-    expert_load: NDArray[np.int32]  # (E,) assignments over all ranks
-    own_load: NDArray[np.int32]  # (E,) assignments of the rank whose tokens were planned
-    slot_expert: NDArray[np.int32]  # (R, S), -1 empty
-    slot_load: NDArray[np.int32]  # (R, S) assignments that each slot computes
-    speeds: NDArray[np.int32]  # (R,) that were planned with
+    decision: NDArray[np.int32]  # (...) numbers of a Decision
+    policy: NDArray[np.int32]  # (...) codes of a Policy: rank 0's
+    expert_load: NDArray[np.int32]  # (..., E) assignments over all ranks
+    own_load: NDArray[np.int32]  # (..., E) assignments of the rank whose tokens were planned
+    slot_expert: NDArray[np.int32]  # (..., R, S), -1 empty
+    slot_load: NDArray[np.int32]  # (..., R, S) assignments that each slot computes
+    speeds: NDArray[np.int32]  # (..., R) that were planned with
 
 
 @triton.jit
@@ -73,24 +73,19 @@ def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
     return _HEAD + num_ranks + 2 * num_experts + 2 * num_ranks * num_slots
 
 
-def decision_of(values: NDArray[np.int32]) -> Decision:
-    """The decision alone."""
-    return Decision(int(values[0]))
-
-
 def unpack_outcome(
     values: NDArray[np.int32], num_experts: int, num_ranks: int, num_slots: int
 ) -> Outcome:
-    """What ``store_outcome`` packed, copied out of ``values``."""
-    ends = np.cumsum([num_ranks, num_experts, num_experts])
-    speeds, expert_load, own_load, places = np.split(values[_HEAD:].copy(), ends)
-    slot_expert, slot_load = places.reshape(2, num_ranks, num_slots)
+    """What ``store_outcome`` packed (..., W), in the memory of ``values`` but for the slots."""
+    loads = _HEAD + num_ranks
+    own, places = loads + num_experts, loads + 2 * num_experts
+    slots = values[..., places:].reshape(*values.shape[:-1], 2, num_ranks, num_slots)
     return Outcome(
-        decision=int(values[0]),
-        policy=int(values[1]),
-        expert_load=expert_load,
-        own_load=own_load,
-        slot_expert=slot_expert,
-        slot_load=slot_load,
-        speeds=speeds,
+        decision=values[..., 0],
+        policy=values[..., 1],
+        expert_load=values[..., loads:own],
+        own_load=values[..., own:places],
+        slot_expert=np.ascontiguousarray(slots[..., 0, :, :]),
+        slot_load=slots[..., 1, :, :],
+        speeds=values[..., _HEAD:loads],
     )

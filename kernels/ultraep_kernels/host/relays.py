@@ -17,14 +17,16 @@ __all__ = ["relay_parents"]
 
 @compiled
 def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, parents: Any) -> Any:
-    """Fill ``parents`` (R, S) and return sends per rank (R,)."""
+    """Fill ``parents`` (R, S) and return the most that a rank sends, or receives."""
     num_ranks, num_slots = slot_expert.shape
     sends = np.zeros(num_ranks, dtype=np.int64)
+    received = np.zeros(num_ranks, dtype=np.int64)
     replicas = np.zeros(num_ranks * num_masters, dtype=np.int64)
     for rank in range(num_ranks):
         for slot in range(num_slots):
             if slot_expert[rank, slot] >= 0:
                 replicas[slot_expert[rank, slot]] += 1
+                received[rank] += 1
     seen = np.zeros_like(replicas)
     relays = np.full((replicas.size, MAX_RELAYS), -1, dtype=np.int64)
     for rank in range(num_ranks):
@@ -46,7 +48,7 @@ def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, paren
                 parents[rank, slot] = relays[expert, seen[expert] % num_relays]
                 sends[parents[rank, slot] // num_slots] += 1
             seen[expert] += 1
-    return sends
+    return max(sends.max(), received.max())
 
 
 def relay_parents(
@@ -67,10 +69,8 @@ def relay_parents(
     if mode == "never" or (mode != "always" and replicas < MIN_RELAYED_REPLICAS):
         return np.full(slot_expert.shape, -1, dtype=np.int64)
     direct = np.empty(slot_expert.shape, dtype=np.int64)
-    sends = _parents_kernel(slot_expert, num_masters, np.iinfo(np.int64).max, direct)
+    most = _parents_kernel(slot_expert, num_masters, slot_expert.size + 1, direct)
     relayed = np.empty_like(direct)
     min_replicas = 2 if mode == "always" else MIN_RELAYED_REPLICAS
-    relayed_sends = _parents_kernel(slot_expert, num_masters, min_replicas, relayed)
-    received = np.count_nonzero(slot_expert >= 0, axis=1).max()
-    saved = max(sends.max(), received) - max(relayed_sends.max(), received)
+    saved = most - _parents_kernel(slot_expert, num_masters, min_replicas, relayed)
     return relayed if mode == "always" or saved >= min_saved else direct

@@ -64,7 +64,6 @@ __all__ = ["DeviceBalancer", "DeviceSamples"]
 logger = logging.getLogger(__name__)
 
 _ID_TYPES = torch.int32, torch.int64  # routers give either
-_RECORDS_AT_ONCE = 4  # written when the host comes by
 
 
 class DeviceSamples(Protocol):
@@ -355,7 +354,7 @@ class DeviceBalancer:
             if not before.is_done:
                 self._say_late()
                 before.wait()
-        self._expected.learn(before.layers)
+        self._expected.learn(before)
         self._write(self._pending.make_room())
 
     def _say_late(self) -> None:
@@ -447,14 +446,14 @@ class DeviceBalancer:
         if not self._pending.has_sent:
             return
         with self._fabric.naming_lost_peers():
-            self._write(self._pending.drain(_RECORDS_AT_ONCE))
+            self._write(self._pending.drain())
 
     def _write(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
-            if isinstance(entry, PendingLayer):
-                self._records.write(entry)
-            else:
+            if isinstance(entry, Decision):
                 self._recorder.count_batch(entry)
+            else:
+                self._records.write(entry)
 
 
 class _Steps:

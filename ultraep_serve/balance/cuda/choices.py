@@ -5,16 +5,13 @@ the other ranks, so it goes by what all ranks know alike and need not wait for: 
 last batch may still be on its way to one of them, that of the one before is there.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from ultraep_kernels.contract import Choice
-from ultraep_kernels.device.outcome import decision_of
 
 from ultraep_serve.balance.backend import PolicySource
 from ultraep_serve.balance.cuda.driver import host_words
-from ultraep_serve.balance.cuda.recording import PendingLayer
+from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.speeds import OwnTime
 from ultraep_serve.types import Decision
 
@@ -61,13 +58,13 @@ class Expectations:
         self.left_alone: set[tuple[int, int]] = set()  # layers and micro-batches
         self.rests = False  # whether its policy is off, so that only its first layer exchanges
 
-    def learn(self, layers: Iterable[PendingLayer]) -> None:
-        """Take the outcome of the batch before last; without ``layers`` nothing is known of it."""
+    def learn(self, batch: PendingBatch) -> None:
+        """Take the outcome of the batch before last; without layers nothing is known of it."""
         self.rests = False
-        for pending in layers:
-            place, decision = (pending.layer, pending.micro_batch), decision_of(pending.values)
-            self.rests |= decision is Decision.POLICY_OFF
+        for pending, decision in zip(batch.layers, batch.values[:, 0].tolist(), strict=True):
+            place = pending.layer, pending.micro_batch
+            self.rests |= decision == Decision.POLICY_OFF
             if decision in _STAYED:
                 self.left_alone.add(place)
-            elif decision is not Decision.POLICY_OFF:
+            elif decision != Decision.POLICY_OFF:
                 self.left_alone.discard(place)

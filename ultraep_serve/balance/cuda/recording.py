@@ -66,10 +66,9 @@ UNTIMED = _Untimed()
 class PendingLayer:
     """One layer of one batch on its way to the host."""
 
-    def __init__(self, device: torch.device, on_device: torch.Tensor, values: torch.Tensor) -> None:
-        """``on_device`` (num_values,) int32 is what ``values`` will be a copy of."""
+    def __init__(self, device: torch.device, on_device: torch.Tensor) -> None:
+        """``on_device`` (num_values,) int32 is what kernels write."""
         self.on_device = on_device
-        self._values = values.numpy()
         self._marks: list[Any] = [new_mark(device) for _ in range(_MOST_LAPS + 1)]
         self._experts: tuple[Any, Any] = (new_mark(device), new_mark(device))
         self._passed: list[Stage] = []  # in order, each with a mark behind it
@@ -102,11 +101,6 @@ class PendingLayer:
         self._experts[1].record()
 
     @property
-    def values(self) -> NDArray[np.int32]:
-        """What kernels wrote, once done; valid until the row is used again."""
-        return self._values
-
-    @property
     def nanoseconds(self) -> list[int]:
         """The device's time per Stage, once done, where stages are timed; 0: did not run."""
         found = [0] * len(Stage)
@@ -133,10 +127,7 @@ class PendingBatch:
         shape = (capacity, num_values)
         self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._memory = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
-        self._layers = [
-            PendingLayer(device, *lines)
-            for lines in zip(self._on_device, self._memory, strict=True)
-        ]
+        self._layers = [PendingLayer(device, line) for line in self._on_device]
         self._done = new_mark(device)
         self.used = 0  # layers
 
@@ -167,8 +158,14 @@ class PendingBatch:
         """The layers that were opened."""
         return self._layers[: self.used]
 
+    @property
+    def values(self) -> NDArray[np.int32]:
+        """What kernels wrote of each, once done; valid until the page is used again."""
+        values: NDArray[np.int32] = self._memory[: self.used].numpy()
+        return values
 
-Entry: TypeAlias = PendingLayer | Decision  # a layer, or a batch that was skipped as a whole
+
+Entry: TypeAlias = PendingBatch | Decision  # a batch, or one that was skipped as a whole
 
 
 class PendingBatches:
@@ -185,8 +182,7 @@ class PendingBatches:
         )  # the one that was used last is the last
         self._current: PendingBatch | None = None  # the one that is written
         self._open: dict[int, PendingLayer] = {}  # by micro-batch
-        self._sent: deque[PendingBatch | Decision] = deque()
-        self._next = 0  # index of the layer to drain next in the first sent batch
+        self._sent: deque[Entry] = deque()
 
     def begin(self) -> None:
         """Begin a batch; layers that the one before has left open go to the host as they are."""
@@ -209,10 +205,10 @@ class PendingBatches:
         return bool(self._sent)
 
     def make_room(self) -> Iterator[Entry]:
-        """Yield what is left of a batch before those whose page is used next; all in order."""
+        """Yield what is left of batches up to the one whose page is used next; all in order."""
         next_page = self._pages[0]
         while any(each is next_page for each in self._sent):
-            yield self._take()
+            yield self._sent.popleft()
 
     def open(
         self, layer: int, batch: int, tokens: int, micro_batch: int = 0
@@ -245,25 +241,13 @@ class PendingBatches:
         """Count a batch that was skipped as a whole."""
         self._sent.append(decision)
 
-    def drain(self, most: int) -> Iterator[Entry]:
-        """Yield at most so many of what is done, in order; tables are used again afterwards."""
-        for _ in range(most):
-            first = self._sent[0] if self._sent else None
-            if first is None or (isinstance(first, PendingBatch) and not first.is_done):
+    def drain(self) -> Iterator[Entry]:
+        """Yield what is done, in order; tables are used again afterwards."""
+        while self._sent:
+            first = self._sent[0]
+            if isinstance(first, PendingBatch) and not first.is_done:
                 return
-            yield self._take()
-
-    def _take(self) -> Entry:
-        first = self._sent[0]
-        if isinstance(first, Decision):
-            self._sent.popleft()
-            return first
-        self._next += 1
-        pending = first.layers[self._next - 1]
-        if self._next == first.used:
-            self._sent.popleft()
-            self._next = 0
-        return pending
+            yield self._sent.popleft()
 
     def _send(self) -> None:
         sent = self._current
