@@ -247,10 +247,11 @@ def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
     """Of every layer of the batches that come."""
     for page in balancer._pending._pages:
         page._on_device[:, 0] = decision
+        page._on_device[:, -2 * balancer._shape.num_ranks * balancer._shape.num_slots :] = -1
 
 
 def host_microseconds_per_layer() -> dict[str, float]:
-    """Of layers between a batch's first and last, and of ``all`` with records whose slots are full.
+    """Of layers between a batch's first and last, and of ``all`` with records, slots full.
 
     The driver is a function of C that does nothing, of which a launch is one call. Where torch sees
     a GPU, memory for ids, streams and events are asked of it.
@@ -284,8 +285,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
                 of_batches.append(of_layers)
             found[kind] = statistics.median([each for took in of_batches for each in took[1:-1]])
             found[f"{kind}, all"] = statistics.median(map(statistics.mean, of_batches))
-    something = ctypes.byref(ctypes.c_uint64())
-    times = timeit.repeat(lambda: nothing(something, None, something, None), number=1, repeat=1000)
+    times = timeit.repeat(lambda: nothing(None, None, None, None), number=1, repeat=1000)
     return found | {"launch": 1e6 * statistics.median(times)}
 
 
