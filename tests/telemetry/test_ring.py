@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.ring_files import create, planned, write
+from tests.support.ring_files import SHAPE, create, planned, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.record import stored_record
 from ultraep_serve.telemetry.ring import (
     RingState,
 )
@@ -63,14 +64,15 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
 def test_polls_return_each_record_once_and_count_the_missed(tmp_path: Path) -> None:
     recorder = create(tmp_path, ring_records=16)
     reader = RingReader(RunFiles(tmp_path).ring(0))
-    batch = 0
+    layer = 0
     for written, missed in ((3, 0), (0, 0), (16, 0), (15, 0), (17, 1), (100, 84)):
-        for _ in range(written):
-            write(recorder, batch)
-            batch += 1
+        stored = [stored_record(planned(0, layer + more), SHAPE) for more in range(written)]
+        if stored:
+            recorder.record_batch(np.concatenate(stored))
+        layer += written
         poll = reader.poll()
         assert poll.missed == missed
-        assert poll.records["batch"].tolist() == list(range(batch - written + missed, batch))
+        assert poll.records["layer"].tolist() == list(range(layer - written + missed, layer))
     assert len(reader.poll().records) == 0
     recorder.close()
 
@@ -96,23 +98,26 @@ def test_a_bad_value_is_counted_and_written_nowhere(tmp_path: Path) -> None:
     assert recorder.lost == 8
 
 
-def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_batches_are_counted_once_by_their_decision(tmp_path: Path, at_once: bool) -> None:
     recorder = create(tmp_path, num_layers=3)
-    planned, balanced, inconsistent = Decision.PLANNED, Decision.BALANCED, Decision.INCONSISTENT
+    followed, balanced, inconsistent = Decision.PLANNED, Decision.BALANCED, Decision.INCONSISTENT
     for batch, decisions in enumerate(
-        [[balanced, planned, balanced], [balanced] * 3, [planned] * 3, [inconsistent, balanced]]
+        [[balanced, followed, balanced], [balanced] * 3, [followed] * 3, [inconsistent, balanced]]
     ):
-        for layer, decision in enumerate(decisions):
-            write(recorder, batch, layer, decision=decision)
+        layers = [planned(batch, layer, decision=each) for layer, each in enumerate(decisions)]
+        stored = [stored_record(layer, SHAPE) for layer in layers]
+        for part in [np.concatenate(stored)] if at_once else stored:
+            recorder.record_batch(part)
     recorder.count_batch(Decision.SMALL)  # ends the batch of two layers
     header = RingReader(RunFiles(tmp_path).ring(0)).header()
     assert header.batches == 5
-    assert header.recorded_batches[planned] == 2
+    assert header.recorded_batches[followed] == 2
     assert header.recorded_batches[balanced] == 1
     assert header.recorded_batches[inconsistent] == 1
     assert header.skipped_batches[Decision.SMALL] == 1
     assert header.layers[Decision.SMALL] == 3
-    assert (header.layers[planned], header.layers[balanced]) == (4, 6)
+    assert (header.layers[followed], header.layers[balanced]) == (4, 6)
     recorder.close()
 
 

@@ -300,7 +300,7 @@ class Recorder:
         A batch counts as planned if any layer was, else by its first layer's decision: at its first
         planned layer, at its last layer, or when the next batch begins.
         """
-        words, decisions = self._words, stored["decision"].tolist()
+        words, decisions = self._words, [Decision(code) for code in stored["decision"].tolist()]
         words[_WORD.written] += len(stored)
         for decision in decisions:
             words[_WORD.layers + decision] += 1
@@ -312,7 +312,7 @@ class Recorder:
         batch = int(stored["batch"][0])
         if batch != self._batch:
             self._finish_batch()
-            self._batch, self._decision, self._is_counted = batch, Decision(decisions[0]), False
+            self._batch, self._decision, self._is_counted = batch, decisions[0], False
         if not self._is_counted and Decision.PLANNED in decisions:
             self._decision = Decision.PLANNED
             self._finish_batch()
