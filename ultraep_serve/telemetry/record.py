@@ -202,9 +202,9 @@ def record_checksum(seq: int, record: memoryview) -> int:
     return zlib.crc32(record[_CRC.stop :], seq & 0xFFFFFFFF)
 
 
-def stored_record(record: LayerRecord, shape: ExpertShape) -> RecordArray:
-    """``record`` (1,) as it is stored, but for when. Raises for values of no record."""
-    stored = np.zeros(1, record_dtype(shape))
+def stored_record(record: LayerRecord, shape: ExpertShape, layers: int = 1) -> RecordArray:
+    """``record`` of N ``layers`` as it is stored, (N,), but for when; raises for bad values."""
+    stored = np.zeros(layers, record_dtype(shape))
     for name, values in record._asdict().items():
         stored[name] = values
     return stored

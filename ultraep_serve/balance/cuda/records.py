@@ -1,6 +1,7 @@
 """What came of layers, from the device's outcome to the recorder."""
 
 import logging
+from typing import Any
 
 import numpy as np
 from ultraep_kernels.device.outcome import unpack_outcome
@@ -9,7 +10,7 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.recording import PendingBatch, PendingLayer
 from ultraep_serve.balance.speeds import OwnTime
-from ultraep_serve.telemetry.record import rank_loads, record_dtype
+from ultraep_serve.telemetry.record import LayerRecord, rank_loads, stored_record
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, IntArray, Stage, TokenView
 
@@ -71,7 +72,7 @@ class Records:
         numbers = [pending.layer for pending in layers]
         expert_bytes = self._expert_bytes[numbers]
         copies = found.slot_expert >= 0
-        columns = {
+        columns: dict[str, Any] = {
             "batch": layers[0].batch,
             "assignments": before.sum(axis=1),
             "bytes_sent": self._sent(found.slot_expert) * expert_bytes,
@@ -91,10 +92,7 @@ class Records:
             "expert_load": found.expert_load,
             "own_load": found.own_load if self._is_own else 0,
         }
-        stored = np.zeros(len(layers), record_dtype(shape))
-        for name, values in columns.items():
-            stored[name] = values
-        self._recorder.record_batch(stored)
+        self._recorder.record_batch(stored_record(LayerRecord(**columns), shape, len(layers)))
 
     def _sent(self, slot_expert: IntArray) -> IntArray:
         """Experts that this rank sends in each of N layers, for (N, R, S)."""
