@@ -24,11 +24,11 @@ from typing import Any
 import harness
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_lab.comparators import policy_function
 from ultraep_lab.workloads import drawn_loads
 from ultraep_serve.costs.model import transfer_of
-from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota, warm_up
 from ultraep_serve.system.files import parse_object, read_text
@@ -133,7 +133,7 @@ def moved(plan: Plan, shape: ExpertShape) -> dict[str, float]:
     slots, masters = plan.slot_expert, shape.num_masters
     experts = slots[slots >= 0]
     links = {
-        mode: transfer_of(slots, masters, chosen_parents(slots, masters, mode, None)).busiest_link
+        mode: transfer_of(slots, masters, relay_parents(slots, masters, mode)).busiest_link
         for mode in ("never", "auto")
     }
     return {

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_serve.costs.model import (
     CostModel,
     Transfer,
+    least_saved,
     saved_picoseconds,
     transfer_of,
 )
-from ultraep_serve.costs.relays import chosen_parents, least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -75,7 +76,7 @@ def test_relays_are_chosen_where_a_hop_costs_less_than_they_save(
     """Of 8 ranks one sends 6 experts of 100 us each; with two relays 3."""
     slots = np.array([[-1], [0], [0], [0], [0], [0], [1], [-1]], np.int32)
     costs = replace(SIMPLE, relay_hop_seconds=hop_seconds).integer_costs()
-    parents = chosen_parents(slots, 16, "auto", costs)
+    parents = relay_parents(slots, 16, "auto", least_saved(costs))
     direct, found = transfer_of(slots, 16), transfer_of(slots, 16, parents)
     assert direct.busiest_sender == 6
     assert found == (Transfer(3, 1, relayed=True) if relayed else direct)

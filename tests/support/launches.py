@@ -39,6 +39,8 @@ from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.system.topology import Location
+from ultraep_serve.telemetry.ring import RING_RECORDS
+from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "Streams",
     "count_layers",
     "host_microseconds_per_layer",
+    "let_device_say",
     "prepared_launches",
     "recorded_balancer",
     "recorded_streams",
@@ -58,7 +61,6 @@ SHAPE, LAYERS, TOKENS, TOP_K, SMALL = ExpertShape(8, 64, 2), 4, 300, 4, 100
 _VIEWS = {"view", "select", "slice", "split", "expand", "as_strided", "alias", "detach", "t"}
 _VIEWS |= {"_unsafe_view", "unsqueeze", "squeeze", "transpose", "permute", "_reshape_alias"}
 _ON_HOST = {"_local_scalar_dense", "is_pinned", "lift_fresh"}
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 @dataclass
@@ -92,7 +94,7 @@ class _Operations(TorchDispatchMode):
             return result
         if name == "copy_":
             self._work.copies += 1
-        elif name not in _EMPTY:
+        elif "empty" not in name:
             self._work.operations.append(name)
         self._work.allocations += not name.endswith("_")
         return result
@@ -103,7 +105,7 @@ class Streams:
 
     def __init__(self, launches: list[Launch]) -> None:
         self.launches, self._seen = launches, 0
-        self._current = _Stream()
+        self._current = set[str]()  # what the next launch comes behind
         self.behind: dict[str, frozenset[str]] = {}  # of each launch, those before it
         self.num_forks = 0
         self.label = ""  # in front of the names of kernels from now on
@@ -124,21 +126,15 @@ class Streams:
         return _Side(self)
 
     def _note(self, name: str) -> None:
-        before = self._current.before
-        self.behind[f"{self.label}{name}"] = frozenset(before)
-        before.add(f"{self.label}{name}")
-
-
-@dataclass
-class _Stream:
-    before: set[str] = field(default_factory=set)  # what the next launch comes behind
+        self.behind[f"{self.label}{name}"] = frozenset(self._current)
+        self._current.add(f"{self.label}{name}")
 
 
 class _Side:
     """``SideStream`` whose streams are only recorded."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams, self._stream = streams, _Stream()
+        self._streams, self._stream = streams, set[str]()
         self._has_forked = False
 
     def launch(self, launches: Launches, action: Callable[[], object]) -> None:
@@ -146,7 +142,7 @@ class _Side:
         streams.note_kernels()
         streams.num_forks += 1
         engine, self._has_forked = streams._current, True
-        self._stream.before |= engine.before
+        self._stream |= engine
         streams._current = self._stream
         launches.make(action)
         streams.note_kernels()
@@ -156,7 +152,7 @@ class _Side:
         self._streams.note_kernels()
         if self._has_forked:
             self._has_forked = False
-            self._streams._current.before |= self._stream.before
+            self._streams._current |= self._stream
 
 
 @contextmanager
@@ -172,9 +168,8 @@ def recorded_balancer(
     recorder: FakeRecorder, shape: ExpertShape = SHAPE, layers: int = LAYERS
 ) -> DeviceBalancer:
     """Rank 0 of a group; use it inside ``recorded_launches`` only."""
-    experts = shape.num_logical_experts
     masters = [[torch.ones((shape.num_masters, 64))] for _ in range(layers)]
-    rows = torch.zeros((shape.num_ranks, row_width(experts, TokenView.OWN)))
+    rows = torch.zeros((shape.num_ranks, row_width(shape.num_logical_experts, TokenView.OWN)))
     # what DeviceBalancer reads of BalanceConfig, which needs pydantic
     config: Any = SimpleNamespace(
         policy=Policy.QUOTA,
@@ -202,7 +197,6 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
     recorder = FakeRecorder(policy=Policy.OFF if kind == "off" else Policy.QUOTA)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     tokens = SMALL - 1 if kind == "decode" else TOKENS
-    found: list[HostWork] = []
     with recorded_streams() as streams, _lagging(lag):
         balancer = recorded_balancer(recorder)
         if kind == "left_alone":
@@ -211,7 +205,7 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
             balancer._decision.fill_(Decision.POLICY_OFF)
             let_device_say(balancer, Decision.POLICY_OFF)
         for _ in range(batches):
-            found = []
+            found = list[HostWork]()
             for layer in range(LAYERS):
                 found.append(work := HostWork())
                 already, forks = len(streams.launches), streams.num_forks
@@ -261,8 +255,8 @@ def host_microseconds_per_layer() -> dict[str, float]:
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32, device=device)
     nothing = ctypes.CDLL(None).pthread_equal  # of a configuration and 0
     with (
-        TemporaryDirectory() as folder,
-        closing(create(Path(folder), shape=shape)) as ring,
+        TemporaryDirectory(dir=SHARED_MEMORY) as folder,
+        closing(create(Path(folder), shape=shape, ring_records=RING_RECORDS)) as ring,
         prepared_launches(nothing),
         mock.patch.object(recorder, "record_batch", ring.record_batch),
         mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),

@@ -120,10 +120,6 @@ class LineFit:
     intercept: float  # seconds, >= 0
     worst_relative_error: float  # of the measured seconds
 
-    def predict(self, work: float) -> float:
-        """Seconds for ``work``."""
-        return self.intercept + self.slope * work
-
 
 def fit(samples: Sequence[tuple[float, float]]) -> LineFit:
     """Least squares through (assignments of the busiest rank, seconds of the layer).

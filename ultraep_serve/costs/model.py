@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.contract import MIN_FAN_OUT_SAVED
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_text
@@ -30,6 +31,7 @@ __all__ = [
     "IntegerCosts",
     "Transfer",
     "experts_moved",
+    "least_saved",
     "overhead_picoseconds",
     "saved_picoseconds",
     "transfer_of",
@@ -38,6 +40,7 @@ __all__ = [
 _PICOSECONDS = 10**12  # per second
 _MOST = 1e18
 _MOST_SECONDS = 1000  # decisions are computed in 64 bits
+_MOST_SAVED = 1 << 30  # more than all ranks' slots, and a number of 32 bits
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,18 @@ def overhead_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
     """Planning and the exposed transfer of one layer; the exchange is spent either way."""
     moved = transfer.busiest_link * costs.per_expert_sent
     return costs.plan + moved + (costs.per_relay_hop if transfer.relayed else 0)
+
+
+def least_saved(costs: IntegerCosts | None) -> int:
+    """How many experts relays must spare the busiest link, to save more than a hop takes.
+
+    This is the published rule's number where no ``costs`` are known.
+    """
+    if costs is None:
+        return MIN_FAN_OUT_SAVED
+    if costs.per_expert_sent == 0:
+        return _MOST_SAVED
+    return min(costs.per_relay_hop // costs.per_expert_sent + 1, _MOST_SAVED)
 
 
 def _picoseconds(seconds: float) -> int:

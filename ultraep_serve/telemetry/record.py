@@ -69,15 +69,14 @@ def rank_loads(
     """``load_before`` and ``load_after`` (N, R) of N layers, whose outcomes are given."""
     num_layers, num_ranks = speed.shape
     by_rank = expert_load.reshape(num_layers, num_ranks, -1)
-    before = by_rank.sum(axis=2, dtype=np.int64)
-    layer, rank, slot = np.nonzero(slot_expert >= 0)
-    owner = slot_expert[layer, rank, slot] // by_rank.shape[2]
-    taken, given = (
-        np.bincount(layer * num_ranks + of, slot_load[layer, rank, slot], before.size)
-        for of in (rank, owner)
-    )
-    after = before + (taken - given).astype(np.int64).reshape(before.shape)
-    forced = decision == Decision.FORCED
+    # over axes as short as these ``einsum`` is faster than ``sum``
+    before: NDArray[np.int64] = np.einsum("nrm->nr", by_rank).astype(np.int64)
+    taken = np.einsum("nrs->nr", slot_load)
+    layer = np.arange(0, before.size, num_ranks)[:, None, None]
+    owner = layer + np.maximum(slot_expert, 0) // by_rank.shape[2]
+    given = np.bincount(owner.reshape(-1), slot_load.reshape(-1), before.size)
+    after = before + taken - given.astype(np.int64).reshape(before.shape)
+    forced = decision == Decision.FORCED.value
     if forced.any():
         total, speeds = (each[forced].sum(axis=1, keepdims=True) for each in (before, speed))
         after[forced] = total * speed[forced] // speeds
@@ -204,7 +203,8 @@ def record_checksum(seq: int, record: memoryview) -> int:
 
 def stored_record(record: LayerRecord, shape: ExpertShape, layers: int = 1) -> RecordArray:
     """``record`` of N ``layers`` as it is stored, (N,), but for when; raises for bad values."""
-    stored = np.zeros(layers, record_dtype(shape))
+    stored = np.empty(layers, record_dtype(shape))
+    stored["padding"] = 0
     for name, values in record._asdict().items():
         stored[name] = values
     return stored

@@ -145,11 +145,12 @@ class Recorder:
         first, size = self._words[_WORD.written], self._record_bytes
         stored["time_ns"] = time.time_ns() if time_ns is None else time_ns
         stored["seq"] = np.arange(first + 1, first + 1 + len(stored))
-        content = stored.view(np.uint8).data
-        for number in range(len(stored)):
-            record = content[number * size : (number + 1) * size]
-            stored["crc"][number] = record_checksum(first + 1 + number, record)
-            self._file.write(record, HEADER_BYTES + (first + number) % self._capacity * size)
+        rows = stored.view(np.uint8).reshape(-1, size)
+        stored["crc"] = [record_checksum(seq, row.data) for seq, row in enumerate(rows, first + 1)]
+        place = first % self._capacity
+        for part in np.split(rows, range(self._capacity - place, len(rows), self._capacity)):
+            self._file.write(part.reshape(-1).data, HEADER_BYTES + place * size)
+            place = 0
         self._count(stored)
 
     def record_later(self, make: Callable[[], LayerRecord], *, ends_batch: bool) -> None:
@@ -300,10 +301,12 @@ class Recorder:
         A batch counts as planned if any layer was, else by its first layer's decision: at its first
         planned layer, at its last layer, or when the next batch begins.
         """
-        words, decisions = self._words, [Decision(code) for code in stored["decision"].tolist()]
+        words, decisions = self._words, stored["decision"]
+        numbers = np.bincount(decisions, minlength=len(Decision)).tolist()
+        layers = dict(zip(Decision, numbers, strict=True))
         words[_WORD.written] += len(stored)
-        for decision in decisions:
-            words[_WORD.layers + decision] += 1
+        for decision, number in layers.items():
+            words[_WORD.layers + decision] += number
         for word in ("replicas", "bytes_sent", "bytes_received"):
             words[getattr(_WORD, word)] += int(stored[word].sum())
         for place, time_ns in enumerate(stored["stage_ns"].sum(axis=0).tolist(), _WORD.stage_ns):
@@ -312,8 +315,8 @@ class Recorder:
         batch = int(stored["batch"][0])
         if batch != self._batch:
             self._finish_batch()
-            self._batch, self._decision, self._is_counted = batch, decisions[0], False
-        if not self._is_counted and Decision.PLANNED in decisions:
+            self._batch, self._decision, self._is_counted = batch, Decision(decisions[0]), False
+        if not self._is_counted and layers[Decision.PLANNED]:
             self._decision = Decision.PLANNED
             self._finish_batch()
         elif stored["layer"].max() >= self._num_layers - 1:

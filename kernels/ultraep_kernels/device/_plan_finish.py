@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.device._decisions import PLANNED
-from ultraep_kernels.device.outcome import store_outcome
+from ultraep_kernels.device.outcome import SENT, store_outcome
 from ultraep_kernels.device.relays import assign_senders
 from ultraep_kernels.device.reroute import every_32nd, store_places
 
@@ -72,6 +72,7 @@ def _finish_slots(
     if outcome_ptr is not None:
         own = given.loads.table + sender.source.to(tl.int64) * given.loads.stride
         store_outcome(decision, given, own, found, held, amount, outcome_ptr, SIZES, RELAYS.block)
+    sent = 0
     HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if sender.epoch is not None else False
     if HAS_SENDS:
         sends = found.sends
@@ -79,10 +80,12 @@ def _finish_slots(
         tl.store(sends.epoch, tl.load(sender.epoch))
         if decision == PLANNED:
             tl.debug_barrier()  # slots are read as others of the program wrote them
-            assign_senders(found.slot_expert, sends, sender.rank, sender.min_saved, RELAYS)
+            sent = assign_senders(found.slot_expert, sends, sender.rank, sender.min_saved, RELAYS)
         else:
             tl.store(sends.tasks, 0)
             tl.store(sends.tasks + SIZES.num_ranks * SIZES.all_slots + 1, 0)
+    if outcome_ptr is not None:
+        tl.store(outcome_ptr + SENT, sent)
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from ultraep_kernels.device.launch import launch
 
 __all__ = [
     "BLOCK_IDS",
-    "IDS",
     "CountBuffers",
     "Counted",
     "blocks_of",
@@ -36,7 +35,6 @@ __all__ = [
 ]
 
 BLOCK_IDS = 128  # ids per program; reroute compares them pairwise
-IDS = "ids_ptr", "num_ids", "before_ptr", "out_ptr"  # arguments that each batch has anew
 _BLOCK_COLUMNS = 8  # experts per program of the running sum
 _BLOCK_ROWS = 128  # blocks per step of the running sum
 

@@ -44,18 +44,22 @@ class Identity:
         self._sizes = num_logical_experts, num_masters, num_slots, _BLOCK
         self._ids = Changing("ids_ptr", "num_ids", "out_ptr")
         self._launches = Launches(self._ids)
+        self._out, self._blocks = torch.empty(0), 0  # of the call before
 
     def __call__(self, topk_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """``out`` (T, K), contiguous: physical ids, of the type of ``topk_ids`` int32 or int64.
 
         What is no expert becomes -1.
         """
-        number = topk_ids.numel()
-        if number:
-            ids, blocks = topk_ids.contiguous(), -(-number // _BLOCK)
-            self._ids.set(ids.data_ptr(), number, out.data_ptr())
-            given = ids, out, number, *self._sizes
-            self._launches.make(
-                lambda: launch(_identity_kernel, (blocks,), *given, num_warps=4), blocks
-            )
+        ids = topk_ids.contiguous()
+        if out is not self._out:
+            self._out, self._blocks = out, -(-out.numel() // _BLOCK)
+            self._ids.set(0, out.numel(), out.data_ptr())
+        self._ids.set(ids.data_ptr())
+        if self._blocks:
+            self._launches.make(lambda: self._launch(ids, out), self._blocks)
         return out
+
+    def _launch(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        given = ids, out, out.numel(), *self._sizes
+        launch(_identity_kernel, (self._blocks,), *given, num_warps=4)

@@ -39,7 +39,7 @@ class Changing:
         self.addresses = {name: first + _WORD * place for place, name in enumerate(names)}
 
     def set(self, *words: int) -> None:
-        """For launches from now on: numbers, and where tensors begin, in the order of the names."""
+        """For launches from now on: numbers, and where tensors begin, for the first names."""
         for place, word in enumerate(words):
             self._words[place] = word
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.contract import POLICY
 
-__all__ = ["Outcome", "outcome_width", "store_outcome", "unpack_outcome"]
+__all__ = ["SENT", "Outcome", "outcome_width", "store_outcome", "unpack_outcome"]
 
-_HEAD = 2  # decision and policy
+_HEAD = 3  # decision, policy, and experts sent
 _HEAD_WIDTH, _POLICY = tl.constexpr(_HEAD), tl.constexpr(POLICY)
+SENT = tl.constexpr(2)  # where the experts sent are; the plan's end stores them later
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Outcome:
 
     decision: NDArray[np.int32]  # (...) numbers of a Decision
     policy: NDArray[np.int32]  # (...) codes of a Policy: rank 0's
+    sent: NDArray[np.int32]  # (...) experts that this rank sends, to replicas of all ranks
     expert_load: NDArray[np.int32]  # (..., E) assignments over all ranks
     own_load: NDArray[np.int32]  # (..., E) assignments of the rank whose tokens were planned
     slot_expert: NDArray[np.int32]  # (..., R, S), -1 empty
@@ -40,11 +42,11 @@ def store_outcome(
     found,
     held,  # (BLOCK,) int32: logical expert in each slot of each rank
     amount,  # (BLOCK,) int32: what it computes
-    out_ptr,  # (2 + R + 2 * E + 2 * R * S,) int32
+    out_ptr,  # (3 + R + 2 * E + 2 * R * S,) int32
     SIZES: tl.constexpr,  # PlanSizes
     BLOCK: tl.constexpr,
 ):
-    """By one program; ``held`` lies rank by rank."""
+    """All but ``SENT``, by one program; ``held`` lies rank by rank."""
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     index = tl.arange(0, BLOCK)
@@ -76,16 +78,17 @@ def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
 def unpack_outcome(
     values: NDArray[np.int32], num_experts: int, num_ranks: int, num_slots: int
 ) -> Outcome:
-    """What ``store_outcome`` packed (..., W), in the memory of ``values`` but for the slots."""
+    """What ``store_outcome`` packed (..., W), in the memory of ``values``."""
     loads = _HEAD + num_ranks
     own, places = loads + num_experts, loads + 2 * num_experts
     slots = values[..., places:].reshape(*values.shape[:-1], 2, num_ranks, num_slots)
     return Outcome(
         decision=values[..., 0],
         policy=values[..., 1],
+        sent=values[..., SENT.value],
         expert_load=values[..., loads:own],
         own_load=values[..., own:places],
-        slot_expert=np.ascontiguousarray(slots[..., 0, :, :]),
+        slot_expert=slots[..., 0, :, :],
         slot_load=slots[..., 1, :, :],
         speeds=values[..., _HEAD:loads],
     )

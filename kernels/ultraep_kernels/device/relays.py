@@ -69,7 +69,10 @@ def assign_senders(
     min_saved,  # relays are used where the busiest link carries so many fewer
     RULE: tl.constexpr,
 ):
-    """Who sends what, by one program; what it reads, it or another launch has written."""
+    """Who sends what, by one program, and how many this rank does.
+
+    What it reads, it or another launch has written.
+    """
     NUM_RANKS: tl.constexpr = RULE.num_ranks
     NUM_MASTERS: tl.constexpr = RULE.num_masters
     NUM_SLOTS: tl.constexpr = RULE.num_slots
@@ -128,6 +131,7 @@ def assign_senders(
         row_ptr = sends.tasks + kind * (count + 1)
         tl.store(row_ptr + position, here, mask=mine)
         tl.store(row_ptr, tl.sum(mine.to(tl.int32), axis=0))
+    return tl.sum(((sender == rank) & (expert >= 0)).to(tl.int32), axis=0)
 
 
 @triton.jit(do_not_specialize=["min_saved"])

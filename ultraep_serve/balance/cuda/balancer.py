@@ -7,13 +7,13 @@ learns later, from copies of the outcome that are done by then (``recording``).
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
-from ultraep_kernels.device.count import IDS, CountBuffers, blocks_of, count, new_count_buffers
+from ultraep_kernels.device.count import CountBuffers, blocks_of, count, new_count_buffers
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.launch import Changing, Launches
 from ultraep_kernels.device.outcome import outcome_width
@@ -50,8 +50,7 @@ from ultraep_serve.balance.cuda.recording import (
 from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.speeds import ExpertClock, OwnTime, fixed_speeds
-from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.costs.relays import least_saved
+from ultraep_serve.costs.model import IntegerCosts, least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Stage, TokenView
@@ -63,7 +62,9 @@ __all__ = ["DeviceBalancer", "DeviceSamples"]
 
 logger = logging.getLogger(__name__)
 
+_ALL = -1  # layers
 _ID_TYPES = torch.int32, torch.int64  # routers give either
+_CHANGING = "ids_ptr", "outcome_ptr", "num_ids", "before_ptr", "out_ptr"  # arguments
 
 
 class DeviceSamples(Protocol):
@@ -157,17 +158,18 @@ class DeviceBalancer:
         numbers = range(shape.num_micro_batches)
         self._plans = [self._new_plan_buffers(number) for number in numbers]
         self._arriving = [Arrival(side_stream(device)) for _ in numbers]
-        self._steps: dict[tuple[int, PendingLayer | None, int, bool, torch.dtype], _Steps] = {}
-        self._ids = [Changing(*IDS) for _ in numbers]
-        self._sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
+        self._steps: dict[tuple[int, int, bool, torch.dtype], _Steps] = {}
+        self._changing = [Changing(*_CHANGING) for _ in numbers]
+        self._sizes = experts, shape.num_masters, slots
         self._identities = {
             (dtype, number): Identity(*self._sizes) for dtype in _ID_TYPES for number in numbers
         }
         self._rooms = [self._identity for _ in numbers]  # for physical ids
+        self._told = [_Told(self._identity, self._counts, 0) for _ in numbers]
         self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
-        self._waited = 0  # times
+        self._has_waited = False
         expert_bytes = [layer.bytes_per_expert for layer in layers]
-        self._records = Records(setup, expert_bytes, recorder, own_time, self._min_saved)
+        self._records = Records(setup, expert_bytes, recorder, own_time)
         self._expected = Expectations()
         self._has_begun = False  # whether the batch that runs has exchanged
         self._capturing = False  # whether what was routed last goes into a CUDA graph
@@ -216,7 +218,7 @@ class DeviceBalancer:
             self._has_begun = False
             self._choice.write()
         if begins and not capturing:
-            self._pending.begin()
+            self._pending.begin(self._batch)
         if is_small:
             if not capturing:
                 self._pending.skip(Decision.SMALL)
@@ -231,7 +233,7 @@ class DeviceBalancer:
                 self._look_back()
         pending = None
         if not capturing:
-            pending = self._pending.open(layer, self._batch, batch_tokens, micro_batch)
+            pending = self._pending.open(layer, batch_tokens, micro_batch)
             if pending is None:
                 self._recorder.count_lost()
         physical = self._balance(layer, topk_ids, pending, micro_batch, begins)
@@ -305,24 +307,28 @@ class DeviceBalancer:
         begins: bool,
     ) -> torch.Tensor:
         watch: LayerTimer = pending or UNTIMED
-        steps = self._steps_of(layer, pending, micro_batch, begins, topk_ids.dtype)
-        found, number = self._plans[micro_batch].found, topk_ids.numel()
-        buffers, blocks = self._buffers_of(number), blocks_of(number)
+        kind = micro_batch, begins, topk_ids.dtype
+        steps, common = self._steps_of(layer, *kind), self._steps_of(_ALL, *kind)
+        found = self._plans[micro_batch].found
+        outcome = self._spare_outcome if pending is None else pending.on_device
         ids, physical = topk_ids.contiguous(), self._room(topk_ids, micro_batch)
-        where = ids.data_ptr(), number, buffers.counted.before.data_ptr(), physical.data_ptr()
-        self._ids[micro_batch].set(*where)
-        steps.count.make(lambda: self._count(ids, buffers, begins), blocks)
+        told = self._told[micro_batch]
+        if told.physical is not physical:
+            told = self._tell(micro_batch, physical)
+        buffers, blocks = told.buffers, told.blocks
+        self._changing[micro_batch].set(ids.data_ptr(), outcome.data_ptr())
+        common.count.make(lambda: self._count(ids, buffers, begins), blocks)
         self._fabric.gather(buffers.counted.row, self._gathered)
         if begins:  # the speeds of a new batch follow from the rows
-            steps.choose.make(self._choose_speeds)
+            common.choose.make(self._choose_speeds)
         watch.lap(Stage.EXCHANGE)
         left_alone = self._leaves_alone(layer, micro_batch)
-        step = steps.plan_and_copy if left_alone else steps.plan
+        step = steps.plan_and_copy if left_alone else common.plan
 
         def plan_layer() -> None:
             copies = self._fabric.copies(self._tables[layer]) if left_alone else None
             follow_up = FollowUp(ids, buffers.counted, physical, copies)
-            self._plan(pending, micro_batch, begins, follow_up)
+            self._plan(outcome, micro_batch, begins, follow_up)
 
         step.make(plan_layer, blocks)
         watch.lap(Stage.PLAN)
@@ -330,17 +336,27 @@ class DeviceBalancer:
             self._send(layer, steps, found, self._arriving[micro_batch])
         return self._forced(ids, physical, found) if self._config.allow_ideal else physical
 
+    def _tell(self, micro_batch: int, physical: torch.Tensor) -> "_Told":
+        """Tell launches where ids, as many as ``physical``, are counted and looked up from now."""
+        number = physical.numel()
+        told = _Told(physical, self._buffers_of(number), blocks_of(number))
+        where = told.buffers.counted.before.data_ptr(), physical.data_ptr()
+        self._changing[micro_batch].set(0, 0, number, *where)  # the first ones are of layers
+        self._told[micro_batch] = told
+        return told
+
     def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: Arrival) -> None:
         """Send experts beside what the engine does until it launches its own; received there."""
-        sent = self._tables[layer], found.slot_expert, self._shape.num_masters, found.sends
+        _, num_masters, num_slots = self._sizes
+        sent = self._tables[layer], found.slot_expert, num_masters, found.sends
 
         def stream() -> None:
             # by then the next micro-batch may have exchanged and decided
             self._fabric.stream(*sent, epoch=found.sends.epoch)
 
-        if self._shape.num_slots and self._capturing:
+        if num_slots and self._capturing:
             stream()
-        elif self._shape.num_slots:
+        elif num_slots:
             arriving.side.launch(steps.replicate, stream)
         arriving.expect(lambda: steps.receive.make(lambda: self._fabric.receive(*sent)))
 
@@ -352,15 +368,12 @@ class DeviceBalancer:
         before = self._pending.before_last
         with self._fabric.naming_lost_peers():
             if not before.is_done:
-                self._say_late()
+                if not self._has_waited:
+                    logger.info("the host launches more than two batches ahead, and waits")
+                self._has_waited = True
                 before.wait()
         self._expected.learn(before)
         self._write(self._pending.make_room())
-
-    def _say_late(self) -> None:
-        if not self._waited:
-            logger.info("the host launches more than two batches ahead of the device, and waits")
-        self._waited += 1
 
     def _leaves_alone(self, layer: int, micro_batch: int) -> bool:
         """Whether the device is expected to leave the layer alone.
@@ -372,19 +385,12 @@ class DeviceBalancer:
         """
         return self._expected.rests or (layer, micro_batch) in self._expected.left_alone
 
-    def _steps_of(
-        self,
-        layer: int,
-        pending: PendingLayer | None,
-        micro_batch: int,
-        begins: bool,
-        dtype: torch.dtype,
-    ) -> "_Steps":
-        """Return the launches of an earlier batch with the same arguments, to be repeated."""
-        key = layer, pending, micro_batch, begins, dtype
+    def _steps_of(self, layer: int, micro_batch: int, begins: bool, dtype: torch.dtype) -> "_Steps":
+        """Return the launches of an earlier layer with the same arguments, to be repeated."""
+        key = layer, micro_batch, begins, dtype
         steps = self._steps.get(key)
         if steps is None:
-            steps = self._steps[key] = _Steps(self._ids[micro_batch])
+            steps = self._steps[key] = _Steps(self._changing[micro_batch])
         return steps
 
     def _buffers_of(self, number: int) -> CountBuffers:
@@ -414,7 +420,7 @@ class DeviceBalancer:
         choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
 
     def _plan(
-        self, pending: PendingLayer | None, micro_batch: int, begins: bool, follow_up: FollowUp
+        self, outcome: torch.Tensor, micro_batch: int, begins: bool, follow_up: FollowUp
     ) -> None:
         is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
         rows = self._gathered
@@ -428,7 +434,7 @@ class DeviceBalancer:
             rows=rows,
             speeds=self._speeds,
             sender=Sender(self._fabric.rank, self._relay, self._fabric.epoch, self._min_saved),
-            outcome=self._spare_outcome if pending is None else pending.on_device,
+            outcome=outcome,
             buffers=self._plans[micro_batch],
             begins=begins,
             follow_up=follow_up,
@@ -456,11 +462,19 @@ class DeviceBalancer:
                 self._records.write(entry)
 
 
-class _Steps:
-    """The launches of a layer, by stage."""
+class _Told(NamedTuple):
+    """What launches know of the ids of a batch, the same in all of its layers."""
 
-    def __init__(self, ids: Changing) -> None:
-        self.count, self.plan, self.plan_and_copy = (Launches(ids) for _ in range(3))
+    physical: torch.Tensor
+    buffers: CountBuffers
+    blocks: int
+
+
+class _Steps:
+    """The launches of a layer, by stage, or those that are the same in all layers."""
+
+    def __init__(self, changing: Changing) -> None:
+        self.count, self.plan, self.plan_and_copy = (Launches(changing) for _ in range(3))
         self.choose, self.replicate, self.receive = (Launches() for _ in range(3))
 
 

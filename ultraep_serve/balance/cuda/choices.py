@@ -18,7 +18,8 @@ from ultraep_serve.types import Decision
 __all__ = ["Expectations", "OwnChoice"]
 
 _LARGEST = np.iinfo(np.int32).max
-_STAYED = (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT)
+_OFF = Decision.POLICY_OFF.value
+_STAYED = [each.value for each in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT)]
 
 
 class OwnChoice:
@@ -60,11 +61,10 @@ class Expectations:
 
     def learn(self, batch: PendingBatch) -> None:
         """Take the outcome of the batch before last; without layers nothing is known of it."""
-        self.rests = False
-        for pending, decision in zip(batch.layers, batch.values[:, 0].tolist(), strict=True):
-            place = pending.layer, pending.micro_batch
-            self.rests |= decision == Decision.POLICY_OFF
+        decisions = batch.values[:, 0].tolist()
+        self.rests = _OFF in decisions
+        for pending, decision in zip(batch.layers, decisions, strict=True):
             if decision in _STAYED:
-                self.left_alone.add(place)
-            elif decision != Decision.POLICY_OFF:
-                self.left_alone.discard(place)
+                self.left_alone.add((pending.layer, pending.micro_batch))
+            elif decision != _OFF:
+                self.left_alone.discard((pending.layer, pending.micro_batch))

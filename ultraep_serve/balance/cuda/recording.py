@@ -73,16 +73,14 @@ class PendingLayer:
         self._experts: tuple[Any, Any] = (new_mark(device), new_mark(device))
         self._passed: list[Stage] = []  # in order, each with a mark behind it
         self._ended = self.is_timed = False
-        self.layer = self.batch = self.tokens = self.micro_batch = 0
+        self.layer = self.tokens = self.micro_batch = 0
 
-    def start(self, layer: int, batch: int, tokens: int, micro_batch: int, timed: bool) -> None:
+    def start(self, layer: int, tokens: int, micro_batch: int, timed: bool) -> None:
         """Begin anew, with the time of the first stage where stages are ``timed``."""
-        self.layer, self.batch, self.tokens = layer, batch, tokens
-        self.micro_batch = micro_batch
-        self._ended = False
-        self.is_timed = timed
-        self._passed.clear()
+        self.layer, self.tokens, self.micro_batch = layer, tokens, micro_batch
+        self._ended, self.is_timed = False, timed
         if timed:
+            self._passed.clear()
             self._marks[0].record()
 
     def lap(self, stage: Stage) -> None:
@@ -129,14 +127,21 @@ class PendingBatch:
         self._memory = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
         self._layers = [PendingLayer(device, line) for line in self._on_device]
         self._done = new_mark(device)
+        self.number, self.is_timed = 0, False  # whether its stages are
         self.used = 0  # layers
 
-    def open(self) -> PendingLayer | None:
-        """Return the next row, if there is one."""
+    def start(self, number: int) -> None:
+        """Begin anew, as batch ``number``."""
+        self.number, self.is_timed, self.used = number, number % TIMED_EVERY == 1, 0
+
+    def open(self, layer: int, tokens: int, micro_batch: int) -> PendingLayer | None:
+        """Return the next row, started, if there is one."""
         if self.used == len(self._layers):
             return None
+        pending = self._layers[self.used]
         self.used += 1
-        return self._layers[self.used - 1]
+        pending.start(layer, tokens, micro_batch, self.is_timed)
+        return pending
 
     def send(self) -> None:
         """Copy what was written to the host, in stream order."""
@@ -182,10 +187,12 @@ class PendingBatches:
         )  # the one that was used last is the last
         self._current: PendingBatch | None = None  # the one that is written
         self._open: dict[int, PendingLayer] = {}  # by micro-batch
+        self._number = 0  # of the batch that runs
         self._sent: deque[Entry] = deque()
 
-    def begin(self) -> None:
+    def begin(self, number: int) -> None:
         """Begin a batch; layers that the one before has left open go to the host as they are."""
+        self._number = number
         self._open.clear()
         self._send()
 
@@ -210,22 +217,19 @@ class PendingBatches:
         while any(each is next_page for each in self._sent):
             yield self._sent.popleft()
 
-    def open(
-        self, layer: int, batch: int, tokens: int, micro_batch: int = 0
-    ) -> PendingLayer | None:
+    def open(self, layer: int, tokens: int, micro_batch: int = 0) -> PendingLayer | None:
         """Return a row for a layer that starts, or None where the batch has more than it should.
 
         A layer of this micro-batch that is still open stays without its last stage.
         """
-        self._open.pop(micro_batch, None)
         if self._current is None:
             self._current = self._pages[0]
             self._pages.rotate(-1)
-            self._current.used = 0
-        pending = self._current.open()
+            self._current.start(self._number)
+        self._open.pop(micro_batch, None)
+        pending = self._current.open(layer, tokens, micro_batch)
         if pending is not None:
             self._open[micro_batch] = pending
-            pending.start(layer, batch, tokens, micro_batch, timed=batch % TIMED_EVERY == 1)
         return pending
 
     def close(self, micro_batch: int = 0, *, is_last: bool = False) -> None:

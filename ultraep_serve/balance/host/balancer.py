@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, POLICY, SPEEDS, TIME, Choice
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import contradictions, write_row
+from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, marking_failure
@@ -26,10 +27,10 @@ from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,
     experts_moved,
+    least_saved,
     saved_picoseconds,
     transfer_of,
 )
-from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
@@ -266,7 +267,7 @@ class HostBalancer:
         if plan is None:
             return 0
         masters = self._context.shape.num_masters
-        parents = chosen_parents(plan.slot_expert, masters, self._relay, self._costs)
+        parents = relay_parents(plan.slot_expert, masters, self._relay, least_saved(self._costs))
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, masters)
         sent, _ = experts_moved(plan.slot_expert, masters, parents)
