@@ -87,7 +87,7 @@ static int start_something(Machine *m) {
 
 static Warp *choose_warp(Machine *m) {
     Warp *w = m->ready[below(m, m->num_ready)];
-    for (int tries = 0; w->is_idle && tries < 12; tries++) w = m->ready[below(m, m->num_ready)];
+    for (int tries = 0; w->is_idle && tries < 12 && tries < m->num_ready; tries++) w = m->ready[below(m, m->num_ready)];
     return w;
 }
 
