@@ -1,7 +1,9 @@
 """BalancedLayers on host memory, without an engine; on a device it is in tests/cuda."""
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -11,13 +13,14 @@ import torch
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import run_ranks
-from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.host.backend import HostBackend
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common import memory
 from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
-from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError
+from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
@@ -70,19 +73,16 @@ def test_what_leaves_every_load_at_home_is_named(
 def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
     monkeypatch: pytest.MonkeyPatch, view: TokenView, cache: int, most: int
 ) -> None:
-    monkeypatch.setattr(group, "available_memory", lambda: 6 << 30)  # of two ranks
-    joined = BalancedLayers.__new__(BalancedLayers)
-    joined._setup = GroupSetup(BalanceConfig(), SHAPE, view, Location(0, 2, 2, 2))
-    joined._answers = Answers(
-        lambda *_: torch.empty(0), 8, 2048, torch.bfloat16, torch.device("cpu"), 0
-    )
-    joined._own = EngineRank("test", 0, cache_bytes=cache)
+    monkeypatch.setattr(memory, "available_memory", lambda: 6 << 30)  # of two ranks
+    setup = GroupSetup(BalanceConfig(), SHAPE, view, Location(0, 2, 2, 2))
+    answers = Answers(lambda *_: torch.empty(0), 8, 2048, torch.bfloat16, torch.device("cpu"), 0)
     sources = 2 if view is TokenView.OWN else 1
     fits = f"{most} or less" if most else "less by far, or a smaller cache"
     for tokens in (100_000 * sources, most + 1):
         with pytest.raises(ConfigError, match=rf"--chunked-prefill-size\) {fits}"):
-            joined._require_memory(8 * tokens * sources)
-    joined._require_memory(8 * most * sources if most else None)
+            memory.require_memory(setup, answers, 8 * tokens * sources, cache)
+    if most:
+        memory.require_memory(setup, answers, 8 * most * sources, cache)
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
@@ -220,3 +220,58 @@ def test_who_compiles_for_longer_than_the_timeout_is_waited_for(run_path: Path) 
     said = run_ranks(compile_for_long, 4, run_path)
     assert "rows of other domains" in said[0]
     assert "rank 3" in said[2]
+
+
+def refuse_alone(rank: int, run_path: Path, stage: str) -> tuple[str, list[str]]:
+    """Rank 1 refuses at a stage of starting; what a rank says, and what is there of us after it."""
+    engine, home = engine_group(run_path, rank, 2), run_path / "home"
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), timeout_seconds=1.0)
+    layer = [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (3000, 7)]
+
+    class Refusing(HostBackend):
+        def __init__(self, setup: GroupSetup) -> None:
+            self._at("made")
+            super().__init__(setup)
+
+        def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
+            self._at("adopt")
+            return super().adopt(masters)
+
+        def connect(self) -> None:
+            super().connect()
+            self._at("connect")
+
+        def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
+            if stage == "calibrate":  # on all ranks alike, as a self-check that fails
+                raise UnsupportedError("not here")
+            return super().calibrate(run_layer)
+
+        def _at(self, where: str) -> None:
+            if (rank, stage) == (1, where):
+                raise UnsupportedError("not here")
+
+    with pytest.raises(UnsupportedError) as refused:
+        BalancedLayers(
+            config,
+            SHAPE,
+            TokenView.SHARED,
+            [layer],
+            lambda _: None,
+            EngineRank("test", rank, engine),
+            lambda _, setup: Refusing(setup),
+        )
+    assert all((tensor == 1 + rank).all() and len(tensor) == 4 for tensor in layer)
+    HostAllGather(engine.on_host, 30.0).gather(np.zeros(1, np.int64))  # both have come so far
+    left = [thread.name for thread in threading.enumerate() if "ultraep" in thread.name]
+    left += [line for line in Path("/proc/self/maps").read_text().splitlines() if "ultraep" in line]
+    return refused.value.problem, left + [path.name for path in home.iterdir()]
+
+
+@pytest.mark.parametrize("stage", ["made", "adopt", "connect", "calibrate"])
+def test_where_one_rank_cannot_balance_no_rank_does_and_nothing_is_left(
+    run_path: Path, stage: str
+) -> None:
+    (run_path / "home").mkdir()
+    told, own = run_ranks(refuse_alone, 2, run_path, stage)
+    assert own == ("not here", [])
+    assert told == ("not here" if stage == "calibrate" else "rank 1: not here", [])

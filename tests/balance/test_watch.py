@@ -20,8 +20,7 @@ import torch.distributed as dist
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
 from tests.support.ring_files import create
 from tests.support.waiting import until
-from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.watch import HostBeats, HostWatch
+from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.errors import OutputError
 from ultraep_serve.system.topology import ONLY_STAGE, Location, is_process_alive, process_state
 from ultraep_serve.telemetry.reader import RingReader
@@ -57,7 +56,7 @@ def serve(board: Path, rank: int, hosts: Hosts) -> None:
     home = board / f"host-{rank}"
     recorder = recorder_of(home, rank)
     beats: Any = HostBeats(store, Location(rank, 2, 1, 1), ONLY_STAGE)
-    recorder.at_heartbeat(HostWatch(RunFiles(home), recorder, TIMEOUT, beats, os.getpid()).look)
+    recorder.at_heartbeat(Watch(RunFiles(home), recorder, TIMEOUT, os.getpid(), beats).look)
     until(lambda: beats.heard, 20.0)
     recorder.set_state(RingState.READY)
     (board / f"up-{rank}").touch()
@@ -83,8 +82,8 @@ def two_hosts(board: Path, hosts: Hosts) -> Iterator[list[BaseProcess]]:
             child.join()
 
 
-def unheard(board: Path, rank: int) -> str:
-    with closing(RingReader(RunFiles(board / f"host-{rank}").ring(rank))) as reader:
+def unheard(board: Path, rank: int, home: str = "host-{}") -> str:
+    with closing(RingReader(RunFiles(board / home.format(rank)).ring(rank))) as reader:
         return reader.header().unheard
 
 
@@ -133,7 +132,7 @@ def test_its_own_pause_is_not_the_silence_of_others(
     ended: list[int] = []
     beats: Any = SimpleNamespace(heard={(0, 1): "7 host other (rank 1)"})
     with closing(recorder_of(run_path, 0)) as recorder:
-        watch = HostWatch(RunFiles(run_path), recorder, 10.0, beats, os.getpid(), ended.append)
+        watch = Watch(RunFiles(run_path), recorder, 10.0, os.getpid(), beats, end=ended.append)
         clock = iter([watch._looked + 1, watch._looked + 3601, watch._looked + 3602])
         with monkeypatch.context() as patch:
             patch.setattr("ultraep_serve.balance.watch.time.monotonic", lambda: next(clock))
@@ -161,7 +160,7 @@ def test_a_rank_ends_with_another_one_of_its_host(
     (run_path / "lost").write_text("host other was not heard")
     with closing(recorder_of(run_path, 0)) as recorder:
         files, end = RunFiles(run_path), lambda _: has_ended.set()
-        watch = HostWatch(files, recorder, 10.0, None, os.getpid(), end)
+        watch = Watch(files, recorder, 10.0, os.getpid(), end=end)
         with monkeypatch.context() as patch:
             if wrong == "no room":
                 patch.setattr(RunFiles, "give_up", no_room)
@@ -178,10 +177,10 @@ def test_a_rank_shows_that_the_engines_first_process_is_stopped_and_ends_with_it
     with closing(recorder_of(run_path, 0)) as recorder:
         unseen = subprocess.Popen(["true"])  # as one of another process namespace
         unseen.wait()
-        HostWatch(RunFiles(run_path), recorder, 10.0, None, unseen.pid, ended.append).look()
+        Watch(RunFiles(run_path), recorder, 10.0, unseen.pid, end=ended.append).look()
         assert not ended
         first = subprocess.Popen(["sleep", "60"])
-        watch = HostWatch(RunFiles(run_path), recorder, 10.0, None, first.pid, ended.append)
+        watch = Watch(RunFiles(run_path), recorder, 10.0, first.pid, end=ended.append)
         reader = RingReader(RunFiles(run_path).ring(0))
         for number, state, shown in (
             (signal.SIGSTOP, "T", f"the engine's process {first.pid} is stopped"),
@@ -201,11 +200,69 @@ def test_a_rank_shows_that_the_engines_first_process_is_stopped_and_ends_with_it
     assert "first process" in (RunFiles(run_path).lost_reason() or "")
 
 
-def test_the_engines_own_waits_on_the_host_are_bounded() -> None:
-    told: list[tuple[str, float]] = []
+def test_a_rank_ends_after_one_that_its_kernels_wait_for(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at once: where an engine ends all of its ranks, they end one after another."""
+    ended: list[int] = []
+    clock = count(time.monotonic())
+    neighbour = subprocess.Popen(["sleep", "60"])
+    with closing(recorder_of(run_path, 0)) as recorder:
+        processes = {0: os.getpid(), 1: neighbour.pid, 2: 0}
+        watch = Watch(
+            RunFiles(run_path), recorder, 10.0, os.getpid(), None, processes, end=ended.append
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr("ultraep_serve.balance.watch.time.monotonic", lambda: next(clock))
+            watch.look()
+            neighbour.kill()
+            neighbour.wait()
+            watch.look()
+            assert unheard(run_path, 0, "") == "rank 1 has died"
+            assert not ended
+            for _ in range(5):
+                watch.look()
+    assert ended
+    assert RunFiles(run_path).lost_reason() == "rank 1 has died; restart the engine"
 
-    def group(name: str) -> Any:
-        return SimpleNamespace(set_timeout=lambda time: told.append((name, time.total_seconds())))
 
-    EngineGroup(group("ep"), group("device"), others=[group("dp")]).bound_waits(63.0)
-    assert told == [("ep", 63.0), ("dp", 63.0)]
+class Failing:
+    """A store of torch's whose connections break as often as it is told."""
+
+    def __init__(self) -> None:
+        self.values = {"ultraep-beat-0-1": "1 host other (rank 1)"}
+        self.clones = 0
+        self.breaks = ["clone", "set", "get"]  # in this order, once each
+
+    def _fails(self, name: str) -> None:
+        if self.breaks[:1] == [name]:
+            del self.breaks[0]
+            raise RuntimeError(f"{name}: connection reset by peer")
+
+    def clone(self) -> "Failing":
+        self.clones += 1
+        self._fails("clone")
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self._fails("set")
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return keys[0] in self.values
+
+    def get(self, key: str) -> bytes:
+        self._fails("get")
+        return self.values[key].encode()
+
+
+def test_beats_go_on_by_a_new_connection_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ultraep_serve.balance.watch.HEARTBEAT_SECONDS", 0.01)
+    store = Failing()
+    beats = HostBeats(store, Location(0, 2, 1, 1), ONLY_STAGE)
+    until(lambda: beats.heard == {(0, 1): "1 host other (rank 1)"}, 10.0)
+    assert (store.breaks, store.clones) == ([], 4)
+    own = store.values["ultraep-beat-0-0"]
+    until(lambda: store.values["ultraep-beat-0-0"] != own, 10.0)
+    beats.stop()
+    until(lambda: "ultraep-beats" not in [each.name for each in threading.enumerate()], 10.0)

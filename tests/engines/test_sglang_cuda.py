@@ -91,7 +91,7 @@ def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, A
     assert own._balanced is not None
     return {
         **found,
-        "rows": [layer.w13_weight.shape[0] for layer in layers],
+        "rows": [weights.parameters[0].shape[0] for weights in own._balanced._held],
         "made": Buffer.made,
         "view": own._balanced._setup.view.value,
     }
@@ -139,8 +139,8 @@ def run_batch(
     )
     set_is_extend_in_batch(info.is_extend_in_batch)
     run_layers = lambda runner, batch: [  # noqa: E731
-        run_layer(layer, tensors, num_tokens, info)
-        for layer, tensors in zip(layers, weights, strict=True)
+        run_layer(held, tensors, num_tokens, info)
+        for held, tensors in zip(own._balanced._held, weights, strict=True)
     ]
     found: list[dict[str, Any]] = own.forward(
         run_layers, SimpleNamespace(is_draft_worker=False, model=torch.nn.ModuleList(layers)), batch
@@ -168,9 +168,10 @@ def gather(mode: ForwardMode, num_tokens: int) -> MLPSyncBatchInfo:
 
 
 def run_layer(
-    layer: Any, tensors: dict[str, torch.Tensor], num_tokens: int, info: MLPSyncBatchInfo
+    held: Any, tensors: dict[str, torch.Tensor], num_tokens: int, info: MLPSyncBatchInfo
 ) -> dict[str, Any]:
     """How far the layer's output is from what all experts at home give, and the ids it took."""
+    layer = held.layer
     owns_tokens = type(layer).__name__ == "DeepEPMoE"
     rank = dist.get_rank()
     total = sum(info.global_num_tokens) if get_parallel().attn_dp_size > 1 else num_tokens
@@ -193,7 +194,7 @@ def run_layer(
         "type": physical.dtype,
         "on_slots": int((physical % NUM_LOCAL >= NUM_MASTERS)[~padding].sum()),
         "padding_kept": bool(((physical == -1) == padding).all()),
-        "same_bytes": slots_hold_their_masters(layer, tensors, logical, physical),
+        "same_bytes": slots_hold_their_masters(held, tensors, logical, physical),
     }
 
 
@@ -205,15 +206,17 @@ def far_off(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def slots_hold_their_masters(
-    layer: Any, tensors: dict[str, torch.Tensor], logical: torch.Tensor, physical: torch.Tensor
+    held: Any, tensors: dict[str, torch.Tensor], logical: torch.Tensor, physical: torch.Tensor
 ) -> bool:
     """Whether what this rank computes anybody's assignments with is the expert that was chosen."""
-    same = True
+    same, layer = True, held.layer
+    held.show_slots()
     for chosen, places in everywhere((logical.flatten(), physical.flatten())):
         for e, place in set(zip(chosen.tolist(), places.tolist(), strict=True)):
             if e >= 0 and place // NUM_LOCAL == layer.moe_ep_rank:
                 for name, tensor in tensors.items():
                     same &= torch.equal(getattr(layer, name)[place % NUM_LOCAL], tensor[e])
+    held.masters_alone()
     everywhere(None)  # nobody goes on to write anew before all have looked
     return same
 

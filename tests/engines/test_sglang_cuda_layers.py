@@ -3,6 +3,7 @@
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ with warnings.catch_warnings():
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system import refusals
 from ultraep_serve.types import Policy
@@ -42,6 +44,8 @@ SHAPE = fakes.SHAPE
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.pretend_gpu(monkeypatch.setattr)
     monkeypatch.setattr(group, "require_agreement", lambda *_: None)  # with no other rank
+    for module in (model, group):
+        monkeypatch.setattr(module, "unanimous", lambda *_: nullcontext())
 
 
 # Slots
@@ -52,7 +56,8 @@ def test_layers_are_told_of_slots_and_told_back(changes: dict[str, Any]) -> None
     layer = fakes.loaded_layer(**changes)
     quant_config, parameters = layer.dispatcher.quant_config, model.movable_parameters(layer)
     experts = fakes.layers_of()
-    experts.resize([layer], [parameters], SHAPE.num_masters, SHAPE.num_local)
+    weights = [ExpertWeights(layer, parameters)]
+    experts.give_slots(weights, SHAPE)
     assert told(layer) == {(SHAPE.num_ranks * SHAPE.num_local, SHAPE.num_local)}
     assert layer.runner.config is layer.quant_method.moe_runner_config is layer.moe_runner_config
     for parameter in parameters:
@@ -60,7 +65,7 @@ def test_layers_are_told_of_slots_and_told_back(changes: dict[str, Any]) -> None
     assert model.movable_parameters(layer) == parameters
     for parameter in parameters:
         parameter.data = parameter.data[: SHAPE.num_masters]
-    experts.resize([layer], [parameters], SHAPE.num_local, SHAPE.num_masters)
+    experts.take_slots(weights, SHAPE)
     assert told(layer) == {(NUM_EXPERTS, SHAPE.num_masters)}
     assert layer.w13_weight.shape[0] == SHAPE.num_masters
     assert layer.dispatcher.quant_config == quant_config
@@ -79,8 +84,8 @@ def told(layer: FusedMoE) -> set[tuple[int, int]]:
 def test_flashinfers_activation_knows_the_slots() -> None:
     layer = fakes.loaded_layer(moe_runner_backend="flashinfer_cutlass")
     layer.moe_runner_config.swiglu_limit = 7.0
-    parameters = [model.movable_parameters(layer)]
-    fakes.layers_of().resize([layer], parameters, SHAPE.num_masters, SHAPE.num_local)
+    weights = ExpertWeights(layer, model.movable_parameters(layer))
+    fakes.layers_of().give_slots([weights], SHAPE)
     assert [tensor.numel() for tensor in layer._cutlass_swiglu_params] == [SHAPE.num_local] * 3
 
 
@@ -147,7 +152,7 @@ def hooked(layer: FusedMoE) -> tuple[Any, Noting]:
     own._balanced = SimpleNamespace(
         require_in_place=lambda: None, end_loading=ended.append, ended=ended, num_layers=1
     )
-    balance_dispatch(layer.dispatcher, 0, own._flow)
+    balance_dispatch(ExpertWeights(layer, []), 0, own._flow)
     return own, noting
 
 
@@ -250,10 +255,34 @@ def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> 
 
 def held(layer: FusedMoE) -> Any:
     """What remembers where the experts of ``layer`` are."""
-    made = group.BalancedLayers.__new__(group.BalancedLayers)
-    made._layers = [model.movable_parameters(layer)]
-    made.hold([layer], lambda layer: layer.dispatcher)
-    return made
+    made = ExpertWeights(layer, model.movable_parameters(layer))
+    made.hide_slots(SHAPE.num_masters, lambda layer: layer.dispatcher)
+    return SimpleNamespace(require_in_place=made.require_in_place, num_layers=1)
+
+
+def test_the_kernel_finds_slots_where_programs_find_masters() -> None:
+    """Also while micro-batches overlap, and whichever way the model calls the kernel."""
+    layer = fakes.loaded_layer()
+    own, plain = model.movable_parameters(layer), dict(layer.state_dict())
+    weights, balanced = ExpertWeights(layer, own), fakes.layers_of()
+    balanced.give_slots([weights], SHAPE)
+    for parameter in own:
+        parameter.data = torch.cat([parameter.data, parameter.data[: SHAPE.num_slots] + 1])
+    weights.hide_slots(SHAPE.num_masters, balanced.kernel)
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, plain[name]), name
+    shown = layer.w13_weight
+    dispatcher, rows = layer.dispatcher, lambda: layer.w13_weight.shape[0]
+    for hooks_, expected in (
+        (dispatcher._post_dispatch_hooks, SHAPE.num_local),
+        (dispatcher._post_dispatch_hooks, SHAPE.num_local),  # of another micro-batch
+        (dispatcher._pre_combine_hooks, SHAPE.num_local),
+        (dispatcher._pre_combine_hooks, SHAPE.num_masters),
+    ):
+        hooks_(dispatcher, None)
+        assert rows() == expected
+    assert layer.w13_weight is shown
+    weights.require_in_place()
 
 
 def test_weights_loaded_in_place_are_balanced_and_others_refused() -> None:

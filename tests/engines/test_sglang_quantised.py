@@ -44,6 +44,7 @@ from tests.support.hosts import engine_group
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.agreement import require_agreement
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 
 SHAPE = fakes.SHAPE
@@ -163,7 +164,7 @@ def test_kernels_are_given_the_slots(name: str, monkeypatch: pytest.MonkeyPatch)
     layer = loaded(CASES[name], list(range(SHAPE.num_masters)))
     parameters, taken = model.movable_parameters(layer), []
     fakes.note_kernel_calls(layer, partial(monkeypatch.setattr, raising=False), taken)
-    fakes.layers_of().resize([layer], [parameters], SHAPE.num_masters, SHAPE.num_local)
+    fakes.layers_of().give_slots([ExpertWeights(layer, parameters)], SHAPE)
     for parameter in parameters:
         parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
     batch = make_batch(0, 7, fakes.HIDDEN)  # no number of experts

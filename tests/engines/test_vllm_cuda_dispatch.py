@@ -77,13 +77,14 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
         for name, size in sizes.items()
     }
     balanced.require_in_place()
-    stage = layers[0].quant_method.moe_kernel.prepare_finalize
+    kernel = layers[0].quant_method.moe_kernel
+    stage = kernel.prepare_finalize
     assert isinstance(stage, BalancedStage)
     return {
         **found,
         "stage": type(stage.wrapped).__name__,
-        "rows": [tuple(layer.w13_weight.shape[:1]) for layer in layers],
-        "map": layers[0].expert_map.tolist(),
+        "rows": [layer.quant_method.moe_kernel.impl._weights[0].shape[0] for layer in layers],
+        "map": kernel.impl._expert_map.tolist(),
         "offset": getattr(stage, "rank_expert_offset", None),
         "made": transports.Buffer.made,
         "destroyed": transports.Buffer.destroyed,
@@ -164,7 +165,7 @@ def test_layer_is_told_of_all_physical_experts(served: Any, backend: str) -> Non
             for i in range(NUM_RANKS * NUM_LOCAL)
         ]
         assert result["map"] == expected
-        assert result["rows"] == [(NUM_LOCAL,)] * len(NAMES)
+        assert result["rows"] == [NUM_LOCAL] * len(NAMES)
         assert stages[BACKENDS.index(backend)] in result["stage"]
         if backend == "deepep_high_throughput":
             assert result["offset"] == first

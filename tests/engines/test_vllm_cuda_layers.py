@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,31 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.model_loader import reload
     from vllm.v1.worker import ubatching
 
     from tests.support import vllm_layers
-    from tests.support.vllm_gpu import NAMES, NUM_RANKS, build, forward_pass
-    from ultraep_serve.engines.vllm import model, stage
+    from tests.support.vllm_gpu import (
+        NAMES,
+        NUM_LOCAL,
+        NUM_MASTERS,
+        NUM_RANKS,
+        NUM_SLOTS,
+        SHAPE,
+        build,
+        forward_pass,
+        fp8_config,
+    )
+    from ultraep_serve.engines.vllm import expert_tensors, model, stage
+    from ultraep_serve.engines.vllm.expert_tensors import is_as_in_checkpoint
+    from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy, TokenView
 
@@ -53,8 +68,8 @@ class Wrapped:
         return lambda: self.finalize()
 
 
-def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED, **options: Any) -> Flow:
-    made: Any = Flow(view, **options)
+def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED) -> Flow:
+    made: Any = Flow(view)
     made.balancer = balancer
     return made
 
@@ -64,9 +79,9 @@ def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: 
     balancer = Noting(100)
     flow = flow_of(balancer, TokenView.OWN)
     with forward_pass(config, [300, 8, 1]):
-        flow.route(0, WEIGHTS, IDS)
+        flow.route(0, IDS)
         balanced(stage, "is_capturing", lambda _: True)
-        flow.route(1, WEIGHTS, IDS)
+        flow.route(1, IDS)
     assert balancer.seen == [("route", 0, 309, 0), ("route", 1, 0, 0)]
 
 
@@ -102,15 +117,6 @@ def test_asynchronous_halves_end_in_their_receivers(
     assert balancer.seen[3:] == ["receiver", ("receive", number), ("clock stops", number)]
     combined()
     assert balancer.seen[6:] == ["finalize", ("computed", number)]
-
-
-def test_zero_experts_are_no_load() -> None:
-    """A chosen expert that computes nothing comes as expert 0 with weight 0, and goes there."""
-    balancer = Noting(100)
-    ids, weights = torch.tensor([[3, 0]], dtype=torch.int32), torch.tensor([[0.5, 0.0]])
-    assert flow_of(balancer).route(0, weights, ids).tolist() == [[103, 100]]
-    known = flow_of(balancer, has_zero_experts=True)
-    assert known.route(0, weights, ids).tolist() == [[103, 0]]
 
 
 def test_an_expert_kernel_that_nobody_knows_cannot_compute_before_copies_have_come(
@@ -166,7 +172,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(
         model,
         "_balance",
-        lambda config, worker, vllm_config, runners: found.extend(r.layer_name for r in runners),
+        lambda config, worker, vllm_config, layers, _: found.extend(
+            own.layer_name for own in layers
+        ),
     )
     return found
 
@@ -224,7 +232,6 @@ def test_batches_that_are_all_small_are_not_balanced_in_silence(
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer = layer_of(balanced, NAMES[0], config)
     worker = worker_of(config, Model(layer))
-    balanced(model.get_world_group(), "cpu_group", SimpleNamespace(get_group_store=lambda: None))
     plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     for tokens, length, largest in ((85, 8192, 255), (8192, 40, 3 * 2 * 40)):
         config.scheduler_config.max_num_batched_tokens = tokens
@@ -237,13 +244,160 @@ def test_batches_that_are_all_small_are_not_balanced_in_silence(
         assert f"has {largest} over all ranks" in (tmp_path / "unbalanced").read_text()
 
 
+class Loaded(torch.nn.Module):
+    """A model of one layer, which loads what it is given for every logical expert."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.experts = layer
+
+    def load_weights(self, weights: Any) -> None:
+        parameters = dict(self.named_parameters())
+        for (name, shard, expert), weight in weights:
+            parameter = parameters[f"experts.{name}"]
+            parameter.weight_loader(parameter, weight, name, shard, expert)
+
+
+def by_layer(model: Loaded, weights: Any) -> None:
+    """As most models of vLLM do, by the layer's own loader."""
+    projections = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    named = [(f"{of[2]}.{projections[of[1]]}.weight", w) for of, w in weights]
+    assert len(list(model.experts.load_weights(named))) == 3 * NUM_MASTERS
+
+
+def by_reload(model: Loaded, weights: Any) -> None:
+    reload.initialize_layerwise_reload(model)
+    model.load_weights(weights)
+    assert model.experts.w13_weight.shape[0] == NUM_MASTERS
+    reload.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+
+
+def loaded_model(balanced: Any, **options: Any) -> tuple[Loaded, Any]:
+    """Rank 1's layer, balanced, with slots that hold 7 everywhere, and its masters' neighbours."""
+    parallel = vllm_layers.parallel_of(1, NUM_RANKS, "allgather_reducescatter")
+    recorded = lambda layer: reload.record_metadata_for_reloading(layer)  # noqa: E731
+    layer, config = build(balanced, parallel=parallel, made=recorded, **options)
+    weights = ExpertWeights(layer, expert_tensors.expert_parameters(layer))
+    execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    with set_current_vllm_config(config):
+        execution.give_slots([weights], SHAPE)
+    for parameter in weights.parameters:
+        slots = torch.ones_like(parameter.data[:NUM_SLOTS], dtype=torch.float32).mul_(7)
+        parameter.data = torch.cat([parameter.data, slots.to(parameter.dtype)])
+    weights.hide_slots(NUM_MASTERS, execution.kernel)
+    return Loaded(layer), weights
+
+
+def of_experts(model: Loaded) -> Iterator[tuple[tuple[str, str, int], torch.Tensor]]:
+    """Of every expert of the checkpoint, 100 + e in all its matrices."""
+    layer = model.experts
+    for expert in range(NUM_EXPERTS):
+        matrix = torch.full((vllm_layers.INNER, vllm_layers.HIDDEN), 100.0 + expert).bfloat16()
+        for name, shard in (("w13_weight", "w1"), ("w13_weight", "w3"), ("w2_weight", "w2")):
+            yield (name, shard, expert), matrix.T if shard == "w2" else matrix
+    assert layer.layer_name == NAMES[0]
+
+
+@pytest.mark.parametrize(
+    "load", [Loaded.load_weights, by_layer, by_reload], ids=["model", "layer", "reload"]
+)
+def test_new_weights_go_to_the_masters_of_their_rank(
+    balanced: Any, load: Callable[[Loaded, Any], None]
+) -> None:
+    """Programs that train send weights by all of these ways; the kernel computes with them."""
+    loaded, weights = loaded_model(balanced)
+    kernel = loaded.experts.quant_method.moe_kernel
+    load(loaded, of_experts(loaded))
+    expected = 100.0 + NUM_MASTERS + torch.arange(NUM_MASTERS)
+    for own in weights.parameters:
+        assert torch.equal(own.data[:NUM_MASTERS].float().flatten(1).amin(1), expected)
+        assert torch.equal(own.data[:NUM_MASTERS].float().flatten(1).amax(1), expected)
+        assert (own.data[NUM_MASTERS:] == 7).all()
+    weights.require_in_place()
+    seen = []
+    loaded.experts.quant_method.moe_kernel = kernel  # as vLLM calls it
+    balanced(mk.FusedMoEKernelModularImpl, "apply", lambda _, **given: seen.append(given))
+    loaded.experts.forward_modular(X, WEIGHTS, IDS)
+    assert [
+        seen[0][name] is own for name, own in zip(("w1", "w2"), weights.parameters, strict=True)
+    ]
+    assert seen[0]["global_num_experts"] == NUM_RANKS * NUM_LOCAL
+    assert seen[0]["expert_map"].tolist() == [
+        -1 if physical // NUM_LOCAL != 1 else physical % NUM_LOCAL
+        for physical in range(NUM_RANKS * NUM_LOCAL)
+    ]
+
+
+def test_programs_find_a_layer_as_vllm_made_it(balanced: Any) -> None:
+    """What saves, compares or sends weights must not see copies, which change with prompts."""
+    loaded, weights = loaded_model(balanced)
+    plain, _ = build(balanced)
+    seen = {name: tensor.shape for name, tensor in loaded.state_dict().items()}
+    assert seen == {f"experts.{name}": own.shape for name, own in plain.state_dict().items()}
+    assert not any((own == 7).any() for _, own in loaded.named_parameters())
+    layer = loaded.experts
+    assert layer.global_num_experts == layer.moe_config.num_experts == NUM_EXPERTS
+    assert layer.expert_map.tolist() == [-1] * 4 + [0, 1, 2, 3] + [-1] * 4
+    for name, own in zip(("w13_weight", "w2_weight"), weights.parameters, strict=True):
+        shown = getattr(layer, name)
+        assert (type(shown), vars(shown)) == (type(own), vars(own))
+        assert shown.data_ptr() == own.data_ptr()
+
+
+def test_weights_that_a_kernel_keeps_otherwise_are_refused_before_anything_moves(
+    balanced: Any,
+) -> None:
+    loaded, weights = loaded_model(balanced, quant_config=fp8_config("dynamic", None))
+    assert not is_as_in_checkpoint(loaded.experts)
+    refuse_new_weights(loaded, [loaded.experts])
+    before = {name: own.clone() for name, own in loaded.state_dict().items()}
+    shown = loaded.experts.w13_weight
+    for load in (
+        lambda: loaded.load_weights(of_experts(loaded)),
+        lambda: list(loaded.experts.load_weights([("4.gate_proj.weight", torch.ones(1))])),
+        lambda: shown.weight_loader(shown, torch.ones(1), "w13_weight", "w1", 4),
+        lambda: by_reload(loaded, ()),
+    ):
+        with pytest.raises(UnsupportedError, match="which serves on with those it has") as refused:
+            load()
+        assert "on_unsupported" not in str(refused.value)
+    assert all(torch.equal(own, before[name]) for name, own in loaded.state_dict().items())
+    weights.require_in_place()
+
+
+def test_buffers_that_other_layers_dispatch_through_stay(balanced: Any) -> None:
+    """Main and draft model share DeepEP's, which are made for a number of experts."""
+    destroyed: list[str] = []
+
+    def kernel(buffer: Any) -> Any:
+        return SimpleNamespace(prepare_finalize=SimpleNamespace(buffer=buffer))
+
+    def of(name: str) -> Any:
+        return SimpleNamespace(destroy=lambda: destroyed.append(name))
+
+    logical, physical = of("logical"), of("physical")
+    own, draft = (torch.nn.Module() for _ in range(2))
+    own.quant_method, draft.quant_method = SimpleNamespace(), SimpleNamespace()
+    for every, expected in (([own, draft], []), ([own], ["logical"])):
+        execution = model._Layers(None, None, None, every)  # type: ignore[arg-type]
+        own.quant_method.moe_kernel = kernel(physical)
+        draft.quant_method.moe_kernel = kernel(logical)
+        execution._plain = {own: kernel(logical)}
+        execution.keep_slots()
+        assert destroyed == expected
+        execution._plain = {own: draft.quant_method.moe_kernel}
+        execution.take_slots([], SHAPE)
+        assert own.quant_method.moe_kernel is draft.quant_method.moe_kernel
+        assert destroyed == [*expected, "physical"]
+        destroyed.clear()
+
+
 def test_weights_loaded_in_place_are_balanced_and_others_refused(balanced: Any) -> None:
     """Before the next batch, whichever of vLLM's ways of loading weights anew it was."""
     layer, _ = build(balanced)
     method = layer.quant_method
-    held = group.BalancedLayers.__new__(group.BalancedLayers)
-    held._layers = [list(layer.parameters())]
-    held.hold([layer], lambda layer: method.moe_kernel)
+    held = ExpertWeights(layer, list(layer.parameters()))
+    held.hide_slots(NUM_MASTERS, lambda layer: method.moe_kernel)
     layer.w13_weight.data.fill_(2)
     held.require_in_place()
     weight, kernel = layer.w13_weight, method.moe_kernel

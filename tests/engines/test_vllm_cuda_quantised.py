@@ -29,6 +29,7 @@ with warnings.catch_warnings():
         NUM_MASTERS,
         NUM_RANKS,
         NUM_SLOTS,
+        SHAPE,
         build,
         fp8_config,
     )
@@ -37,7 +38,7 @@ with warnings.catch_warnings():
 
 from tests.support.experts import NUM_EXPERTS
 from ultraep_serve.balance.agreement import SharedValues
-from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import TokenView
 
@@ -48,9 +49,10 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
     layer, config = build_format(balanced, name)
     checks.check_device_execution(layer, config)
     parameters = expert_tensors.expert_parameters(layer)
-    execution = model._Layers(config, Flow(TokenView.OWN), None)  # type: ignore[arg-type]
+    execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    weights, plain = [ExpertWeights(layer, parameters)], layer.quant_method.moe_kernel
     with set_current_vllm_config(config):
-        execution.resize([layer], [parameters], NUM_MASTERS, NUM_LOCAL)
+        execution.give_slots(weights, SHAPE)
         for parameter in parameters:
             parameter.data = torch.cat([parameter.data, parameter.data[1 : 1 + NUM_SLOTS]])
         seen = dict(read_by_kernel(layer))
@@ -62,7 +64,8 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
         assert {"w13_weight", "w2_weight", "w1 scale", "w2 scale"} <= set(differ)
         for parameter in parameters:
             parameter.data = parameter.data[:NUM_MASTERS]
-        execution.resize([layer], [parameters], NUM_LOCAL, NUM_MASTERS)
+        execution.take_slots(weights, SHAPE)
+    assert layer.quant_method.moe_kernel is plain
     assert {value.shape[0] for _, value in read_by_kernel(layer)} == {NUM_MASTERS}
     assert layer.global_num_experts == layer.expert_map.numel() == NUM_EXPERTS
 
@@ -76,15 +79,14 @@ def read_by_kernel(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def shared_values(layer: Any) -> SharedValues | UnsupportedError:
+def shared_values(layer: Any) -> SharedValues:
     return expert_tensors.shared_values(layer, expert_tensors.expert_parameters(layer))
 
 
 def refused(layer: Any) -> str:
-    found = shared_values(layer)
-    assert isinstance(found, UnsupportedError)
-    assert "set on_unsupported to off" in str(found)
-    return str(found)
+    with pytest.raises(UnsupportedError, match="set on_unsupported to off") as found:
+        shared_values(layer)
+    return str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,6 @@ def test_scales_that_a_rank_takes_from_its_own_experts_must_be_the_same_on_all(
 ) -> None:
     layer = make(balanced)
     own, same = shared_values(layer), shared_values(make(balanced))
-    assert isinstance(own, SharedValues)
     assert own == same
     assert name in own.names
     assert own.remedy == remedy
@@ -121,7 +122,6 @@ def test_scales_that_a_rank_takes_from_its_own_experts_must_be_the_same_on_all(
     value = dict(expert_tensors._shared_values(layer, parameters))[name]
     value.data.mul_(2)
     other = shared_values(layer)
-    assert isinstance(other, SharedValues)
     assert other.digest != own.digest
 
 
@@ -243,7 +243,6 @@ def test_experts_quantised_while_loading_are_taken_over_when_that_has_ended(
     assert final[-1] in [parameter.data_ptr() for parameter in parameters]
     dtypes = Counter(parameter.dtype for parameter in parameters)
     assert dtypes == {torch.float8_e4m3fn: 2, torch.float32: 2}  # weights and scales
-    held = group.BalancedLayers.__new__(group.BalancedLayers)
-    held._layers = [parameters]
-    held.hold([layer], lambda layer: layer.quant_method.moe_kernel)
+    held = ExpertWeights(layer, parameters)
+    held.hide_slots(NUM_MASTERS, lambda layer: layer.quant_method.moe_kernel)
     held.require_in_place()

@@ -227,16 +227,3 @@ def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(
     ours |= {"host": None, "kv_cache_memory_bytes": int(ours["kv_cache_memory_bytes"])}
     ours["gpu_memory_utilization"] = float(ours["gpu_memory_utilization"])
     assert ours == {name: getattr(theirs, name) for name in ours}
-
-
-@pytest.mark.parametrize("worker", ["gpu_worker.Worker", "cpu_worker.CPUWorker"])
-def test_new_weights_are_refused_before_old_ones_are_touched(worker: str) -> None:
-    """Also where vLLM's executor asks, which then goes on serving."""
-    kind = resolve_obj_by_qualname(f"vllm.v1.worker.{worker}")
-    wrapper = WorkerWrapperBase()
-    wrapper.worker = object.__new__(kind)
-    model._refuse_new_weights(wrapper.worker)
-    for name in ("reload_weights", "start_weight_update", "start_draft_weight_update"):
-        assert callable(getattr(kind, name))
-        with pytest.raises(UnsupportedError, match="serves on with those it has; restart it"):
-            run_method(wrapper, name, (), {})

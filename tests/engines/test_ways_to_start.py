@@ -81,6 +81,9 @@ def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
     for before, after in found["layers"].values():
         assert before > 1.2
         assert after <= 1.02
+    if "refused" in found:
+        assert all("serves on with those it has" in refusal for refusal in found["refused"])
+        assert found["rows"] == [[tiny_qwen3().num_experts // 2] * tiny_qwen3().num_layers] * 2
     if "drafts" in found:
         drafted, accepted = found["drafts"]
         assert drafted > 0

@@ -1,7 +1,7 @@
 """The vLLM adapter as on a GPU, in one process or several: ranks, settings, batches, layers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +19,14 @@ from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import group
-from ultraep_serve.engines.vllm import checks, load, model
+from ultraep_serve.engines.vllm import checks, kernel, load, model
 from ultraep_serve.system.environment import child_environment
+from ultraep_serve.types import ExpertShape
 
 NUM_RANKS, NUM_SLOTS = 3, 2
 NUM_MASTERS = NUM_EXPERTS // NUM_RANKS
 NUM_LOCAL = NUM_MASTERS + NUM_SLOTS
+SHAPE = ExpertShape(NUM_RANKS, NUM_EXPERTS, NUM_SLOTS)
 NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 
@@ -34,13 +36,17 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_EP", "_DP", "_TP", "_PCP", "_PP", "_WORLD", "_NODE_COUNT"):
         monkeypatch.setattr(parallel_state, name, None)
     join_ranks(0, NUM_RANKS, "allgather_reducescatter")
+    world = SimpleNamespace(cpu_group=SimpleNamespace(get_group_store=lambda: None))
+    monkeypatch.setattr(model, "get_world_group", lambda: world)
     monkeypatch.setattr(group, "require_agreement", lambda *_: None)  # with no other rank
+    for module in (model, group):
+        monkeypatch.setattr(module, "unanimous", lambda *_: nullcontext())
 
 
 def replace_device(set_attribute: Callable[..., object]) -> None:
     """Have the adapter take the reference kernels for those of a GPU."""
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cpu")
-    for module in (load, model, checks):
+    for module in (load, model, kernel, checks):
         set_attribute(module, "current_platform", platform)
     use_reference_kernels(set_attribute)
 
@@ -68,12 +74,17 @@ def one_scale_per_expert(weight: Any, scale: torch.Tensor, *_: Any, **__: Any) -
 
 
 def build(set_attribute: Any, backend: str = "allgather_reducescatter", **options: Any) -> Any:
-    """A layer of rank 0 and its configuration, weights loaded, not yet balanced."""
+    """A layer of rank 0 and its configuration, weights loaded, not yet balanced.
+
+    ``made`` is called with the layer before.
+    """
     set_attribute(fp8, "process_fp8_weight_tensor_strategy_moe", one_scale_per_expert)
     config = options.pop("config", None) or vllm_layers.engine_config(0, NUM_RANKS, backend, NAMES)
     quant_config = options.pop("quant_config", None)
     parallel = options.pop("parallel", None) or vllm_layers.parallel_of(0, NUM_RANKS, backend)
+    made = options.pop("made", lambda _: None)
     layer = vllm_layers.build_layer(config, parallel, NAMES[0], quant_config, **options)
+    made(layer)
     with set_current_vllm_config(config):
         for parameter in layer.parameters():
             parameter.data.fill_(1)

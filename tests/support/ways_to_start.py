@@ -131,15 +131,55 @@ def balanced_layers(run_path: Path) -> dict[int, list[float]]:
     return found
 
 
+class Training:
+    """What a program that trains adds to vLLM's workers, to send them other weights."""
+
+    model_runner: Any
+
+    def by_model(self) -> None:
+        model = self.model_runner.model
+        model.load_weights((name, tensor * 2) for name, tensor in model.state_dict().items())
+
+    def by_runner(self) -> None:
+        self.model_runner.reload_weights()
+
+    def by_vllms_reload(self) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        reload.initialize_layerwise_reload(self.model_runner.model)
+
+    def rows(self) -> list[int]:
+        """Of all experts' weights, as a program that saves them finds them."""
+        found = self.model_runner.model.state_dict().items()
+        return [tensor.shape[0] for name, tensor in found if name.endswith("w13_weight")]
+
+
 def llm(model: str) -> dict[str, Any]:
-    """With a draft model that has experts; it is the same model, so its drafts are right."""
+    """With a draft model that has experts; it is the same model, so its drafts are right.
+
+    Other weights are refused, which changes no answer.
+    """
     draft = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    ask = asker(model, speculative_config=draft, disable_log_stats=False)
-    found = on_and_off(ask)
+    extension = f"{__spec__.name}.{Training.__name__}"
+    ask = asker(
+        model, speculative_config=draft, disable_log_stats=False, worker_extension_cls=extension
+    )
+    rows = ask.engine.collective_rpc("rows")  # vLLM mixes up answers behind one that is an error
+    refused = [refusal_of(ask.engine, way) for way in ("by_model", "by_runner", "by_vllms_reload")]
+    found = on_and_off(ask) | {"refused": refused, "rows": rows}
     counters = {metric.name: metric for metric in ask.engine.get_metrics()}
     names = ("draft_tokens", "accepted_tokens")
     found["drafts"] = [counters[f"vllm:spec_decode_num_{name}"].value for name in names]
     return found
+
+
+def refusal_of(engine: Any, way: str) -> str:
+    """Why its workers do not take other weights by this way."""
+    try:
+        engine.collective_rpc(way)
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def asker(model: str, **settings: Any) -> Any:

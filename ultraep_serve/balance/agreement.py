@@ -5,9 +5,11 @@ own tensors along and finds the rest at its target, where another scale would ma
 something else than its master does.
 """
 
+import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -28,9 +30,8 @@ from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["SharedValues", "find_location", "require_agreement", "wait_for_all"]
+__all__ = ["SharedValues", "find_location", "require_agreement", "unanimous", "wait_for_all"]
 
-_REFUSED = 0  # instead of a digest
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
 _NAME_BYTES = 64  # as long as Linux lets a host's name be
 
@@ -41,7 +42,7 @@ class SharedValues:
 
     layer_name: str
     names: Sequence[str]
-    digest: int  # int64, not 0
+    digest: int  # int64
     remedy: str  # what to use where ranks differ
 
     @classmethod
@@ -56,30 +57,42 @@ class SharedValues:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         number = int.from_bytes(digest.digest(), "little", signed=True)
-        return cls(layer_name, names, number or 1, remedy)
+        return cls(layer_name, names, number, remedy)
+
+
+@contextmanager
+def unanimous(group: EngineGroup | None, config: "BalanceConfig") -> Iterator[None]:
+    """Where one rank raises UnsupportedError inside, all ranks of ``group`` raise it at the end.
+
+    All of them go through it together, or they would wait for one that serves plainly. A rank's own
+    reason comes first, then the lowest rank's. Raises PeerTimeoutError when one does not come.
+    """
+    own = None
+    try:
+        yield
+    except UnsupportedError as error:
+        own = error
+    if group is not None:
+        reason = json.dumps([own.problem, own.otherwise] if own else []).encode()
+        ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
+        for rank, told in enumerate(map(json.loads, ranks.gather_bytes(reason))):
+            if told and own is None:
+                own = UnsupportedError(f"rank {rank}: {told[0]}", otherwise=told[1])
+    if own is not None:
+        raise own
 
 
 def require_agreement(
-    layers: Sequence[SharedValues | UnsupportedError],
-    group: dist.ProcessGroup,
-    config: "BalanceConfig",
+    layers: Sequence[SharedValues], group: dist.ProcessGroup, config: "BalanceConfig"
 ) -> None:
-    """Raise UnsupportedError, on all ranks alike, where ranks differ or one has refused a layer.
+    """Raise UnsupportedError, on all ranks alike, where ranks differ.
 
-    ``layers`` has this rank's values, or why a layer cannot be balanced, of every layer. All ranks
-    of ``group`` call it together. Raises PeerTimeoutError when one does not come.
+    ``layers`` has this rank's values of every layer. All ranks of ``group`` call it together.
+    Raises PeerTimeoutError when one does not come.
     """
-    own = [layer.digest if isinstance(layer, SharedValues) else _REFUSED for layer in layers]
     ranks = HostAllGather(group, config.timeout_seconds * CONNECT_FACTOR)
-    everywhere = ranks.gather(np.array(own, dtype=np.int64))
-    for index, layer in enumerate(layers):
-        if isinstance(layer, UnsupportedError):
-            raise layer
-        of_ranks = everywhere[:, index]
-        if (refused := np.flatnonzero(of_ranks == _REFUSED)).size:
-            raise UnsupportedError(
-                f"rank {refused[0]} cannot balance {layer.layer_name}; see its log for the reason"
-            )
+    everywhere = ranks.gather(np.array([layer.digest for layer in layers], dtype=np.int64))
+    for layer, of_ranks in zip(layers, everywhere.T, strict=True):
         if (of_ranks != of_ranks[0]).any():
             raise UnsupportedError(
                 f"{layer.layer_name}: ranks differ in what holds for all their experts, so a copy "

@@ -4,7 +4,7 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -217,7 +217,20 @@ class Backend(Protocol):
         """
 
     def connect(self) -> None:
-        """Return when all ranks of the domain reach each other's slots. Raises FabricError."""
+        """Return when all ranks of the domain reach each other's slots.
+
+        Raises FabricError, UnsupportedError where this rank does not reach another's.
+        """
+
+    @property
+    def neighbours(self) -> Mapping[int, int]:
+        """Processes, by rank, that are to be watched because kernels wait for them; once connected.
+
+        A process is 0 where it cannot be seen.
+        """
+
+    def close(self) -> None:
+        """Give everything back; tensors that ``adopt`` returned must not be used any more."""
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measure costs, all ranks together; see ``costs.calibration.agreed_costs``."""

@@ -4,7 +4,6 @@ Inside a domain the fabric's exchange is the fence, and faster to notice a rank 
 gathered here adds the rows of the ranks whose memory this one cannot reach.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,12 +28,6 @@ class EngineGroup:
     on_host: dist.ProcessGroup
     on_device: dist.ProcessGroup
     store: KeyValueStore | None = None  # shared by the ranks of all pipeline stages
-    others: Sequence[dist.ProcessGroup] = ()  # in which this rank waits on the host
-
-    def bound_waits(self, seconds: float) -> None:
-        """From now on, have collectives on the host fail that wait for longer."""
-        for group in (self.on_host, *self.others):
-            group.set_timeout(timedelta(seconds=seconds))
 
 
 class HostAllGather:

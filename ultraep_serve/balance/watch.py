@@ -1,11 +1,11 @@
 """Which hosts are still there: the first rank of each beats in the engine's key-value store.
 
-What waits for a rank gives it up by itself: the exchange of loads, and the engine's own collectives
-(``EngineGroup.bound_waits``). Without a batch nobody waits, and a host that is cut off would not be
-missed before the next one. So a thread sets this host's beat once a second and reads those of the
-others; the store stands still for a host that does not reach it. The heartbeat of the ring shows
-who is not heard, and ends this process where that lasts for the timeout. Every rank of a host ends
-with its first, and with the engine's first process: vLLM's own would outlive its server.
+The exchange of loads gives a lost rank up by itself; the engine's own collectives may wait for half
+an hour, and without a batch nobody waits. So a thread sets this host's beat once a second and reads
+those of the others; the store stands still for a host that does not reach it. The heartbeat of the
+ring shows who is not heard, and ends this process where that lasts for the timeout. Every rank of a
+host ends with its first, and with the engine's first process: vLLM's own would outlive its server.
+A GPU's kernels wait where no process is looked at, so ranks in the same domain are watched here.
 
 What is no silence:
 
@@ -19,7 +19,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Protocol
 
@@ -29,12 +29,13 @@ from ultraep_serve.system.topology import Location, PipelineStage, is_process_al
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["WATCH_SECONDS", "HostBeats", "HostWatch", "KeyValueStore"]
+__all__ = ["WATCH_SECONDS", "HostBeats", "KeyValueStore", "Watch"]
 
 WATCH_SECONDS = 3.0  # beyond the timeout, at most, in which a lost host is given up
 
 _QUIET_SECONDS = 4.0  # of silence before it is shown
 _LONGEST_STEP = 2 * HEARTBEAT_SECONDS
+_DEAD_SECONDS = 4.0  # between the end of a neighbour and this process's
 _GRACE_SECONDS = 2.0  # for the other ranks of this host to learn the reason
 
 
@@ -65,46 +66,56 @@ class HostBeats:
         self._keys = {place: f"ultraep-beat-{place[0]}-{place[1]}" for place in places}
         self._own = self._keys.pop((stage.number, location.rank // size))
         self.heard: dict[tuple[int, int], str] = {}  # the last beat of others: a number, a name
-        self._store = store
+        self._store, self._stopping = store, threading.Event()
         threading.Thread(target=self._beat, name="ultraep-beats", daemon=True).start()
 
+    def stop(self) -> None:
+        """Beat no more."""
+        self._stopping.set()
+
     def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it its host
-            store, number = self._store.clone(), 0
-            while True:
+        store, number = None, 0
+        while not self._stopping.wait(HEARTBEAT_SECONDS if number else 0):
+            number += 1
+            try:
+                store = store or self._store.clone()
                 store.set(self._own, f"{number} {self._name}")
                 for place, key in self._keys.items():
                     if store.check([key]):
                         self.heard[place] = store.get(key).decode()
-                number += 1
-                time.sleep(HEARTBEAT_SECONDS)
+            except RuntimeError:  # perhaps for once; where the store is gone, nobody is heard
+                store = None
 
 
-class HostWatch:
-    """What one rank knows of other hosts; ``look`` is called at every heartbeat of its ring."""
+class Watch:
+    """What one rank knows of others; ``look`` is called at every heartbeat of its ring."""
 
     def __init__(
         self,
         files: RunFiles,
         recorder: Recorder,
         seconds: float,
-        beats: HostBeats | None,
         server: int,
+        beats: HostBeats | None = None,
+        neighbours: Mapping[int, int] | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """Give others up after ``seconds``, which may change.
+        """Give hosts up after ``seconds``, which may change.
 
-        ``beats`` None: there are no other hosts. ``server`` is the process without which this one
-        ends, if it can be seen from here. ``end`` ends this process: its main thread may hang where
-        no exception reaches it.
+        ``server`` is the process without which this one ends, if it can be seen from here.
+        ``beats`` None: there are no other hosts. ``neighbours`` are processes by rank without which
+        this one would wait in vain, 0 where one cannot be seen. ``end`` ends this process: its main
+        thread may hang where no exception reaches it.
         """
         self.seconds = seconds
         self._files, self._recorder, self._beats = files, recorder, beats
         self._server = server if is_process_alive(server) else os.getpid()
+        self._neighbours = {r: own for r, own in (neighbours or {}).items() if own}
         self._end = end
         self._last: dict[tuple[int, int], str] = {}
         self._silence: dict[tuple[int, int], float] = {}
         self._looked, self._progress, self._is_over = time.monotonic(), 0, False
+        self._gone = 0.0  # seconds since a neighbour has ended
 
     def look(self) -> None:
         """Hear the others, show who is not heard, and end this process where one is given up."""
@@ -129,10 +140,15 @@ class HostWatch:
         states = {process: process_state(process)[0] for process in (self._server, os.getppid())}
         stopped = [process for process, state in states.items() if state in "Tt"]
         said += [f"the engine's process {process} is stopped" for process in stopped]
+        dead = [rank for rank, own in self._neighbours.items() if not is_process_alive(own)]
+        said += [f"rank {rank} has died" for rank in dead]
+        self._gone = self._gone + step if dead else 0.0
         self._recorder.set_unheard("; ".join(said))
         reason = self._files.lost_reason()
         if max(self._silence.values(), default=0.0) > self.seconds:
             reason = reason or f"{'; '.join(said)}; restart the engine on all hosts"
+        if self._gone > _DEAD_SECONDS:  # where all are ending, this one has been ended by now
+            reason = reason or f"{'; '.join(said)}; restart the engine"
         if states[self._server] in "ZX":
             reason = reason or f"the engine's first process ({self._server}) has ended"
         if reason:

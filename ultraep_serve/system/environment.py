@@ -54,9 +54,11 @@ def engine_variable(variable: str) -> str | None:
     return os.environ.get(variable)
 
 
-def set_engine_variable(variable: str, value: str) -> None:
-    """Set the engine's own ``variable`` in this process."""
-    os.environ[variable] = value
+def set_engine_variable(variable: str, value: str | None) -> None:
+    """Set the engine's own ``variable`` in this process; None: as if it had not been set."""
+    os.environ.pop(variable, None)
+    if value is not None:
+        os.environ[variable] = value
 
 
 def claim_first_process() -> None:

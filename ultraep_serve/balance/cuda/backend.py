@@ -1,7 +1,8 @@
 """Balancing where experts live in GPU memory."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 
@@ -44,6 +45,8 @@ class DeviceBackend:
         per_layer = config.slot_memory == "per_layer"
         chunk_bytes = min(setup.chunk_bytes, MOST_CHUNK_BYTES)
         self._pool = SlotPool(driver, setup.shape.num_slots, chunk_bytes, per_layer)
+        self._undo = ExitStack()
+        self._undo.callback(self._pool.close)
 
     @property
     def slot_bytes(self) -> int:
@@ -69,7 +72,15 @@ class DeviceBackend:
             assert setup.engine_group is not None, "several domains are found through the group"
             all_gather = DeviceAllGather(setup.engine_group.on_device)
         self.fabric = DeviceFabric(self._pool, self._rendezvous(), location, limits, all_gather)
+        self._undo.callback(self.fabric.close)
         self.fabric.wait_at_least(_COMPILE_SECONDS)
+
+    @property
+    def neighbours(self) -> Mapping[int, int]:
+        return self.fabric.processes
+
+    def close(self) -> None:
+        self._undo.close()
 
     def _rendezvous(self) -> Rendezvous:
         """Return the way to find the domain: the run directory, or the engine between hosts."""

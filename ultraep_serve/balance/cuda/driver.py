@@ -4,6 +4,7 @@ They are imported when a driver is opened. All else knows the ``Driver`` protoco
 """
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ class _Window:
 def open_driver(device_index: int, kind: HandleKind = HandleKind.FILE_DESCRIPTOR) -> CudaDriver:
     """The driver for torch's device ``cuda:device_index``.
 
-    Raises UnsupportedError where there is no such device, no cuda-bindings or no support.
+    Raises UnsupportedError where there is no such device, no cuda-bindings or no support, which is
+    tried out: without IMEX a device offers fabric handles and makes none.
     """
     if not torch.cuda.is_available() or device_index >= torch.cuda.device_count():
         raise UnsupportedError(f"no CUDA device {device_index}")
@@ -153,7 +155,15 @@ def open_driver(device_index: int, kind: HandleKind = HandleKind.FILE_DESCRIPTOR
             f"cuda-bindings cannot be imported ({error}); pip install '.[cuda]' in a checkout"
         ) from error
     torch.cuda.synchronize(device_index)  # the context that torch's kernels run in exists now
-    return CudaDriver(bindings, device_index, kind)
+    driver = CudaDriver(bindings, device_index, kind)
+    handle = driver.create(driver.granularity)
+    try:
+        shared = driver.share(handle)
+    finally:
+        driver.release(handle)
+    if isinstance(shared, int):
+        os.close(shared)
+    return driver
 
 
 def device_error(call: str, name: str) -> UltraEPError:

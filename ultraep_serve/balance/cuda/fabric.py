@@ -94,6 +94,7 @@ class DeviceFabric:
         with ExitStack() as undo:
             size = inbox + pool.num_slots * limits.max_chunks * 8
             mapped = map_domain(pool, rendezvous, location, size, list(astuple(limits)), undo)
+            self.processes = dict(zip(self.domain, mapped.processes, strict=True))  # 0: unseen
             self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
             flags = [address + inbox for address in mapped.signals]
             self._flags = self._group_table(flags)  # (R,)

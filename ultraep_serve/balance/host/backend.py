@@ -1,7 +1,8 @@
 """Balancing where experts live in host memory."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ class HostBackend:
         per_layer = config.slot_memory == "per_layer"
         slots = setup.shape.num_replica_slots
         self._pool = SlotPool(HostMemory(), slots, setup.chunk_bytes, per_layer)
+        self._undo = ExitStack()
+        self._undo.callback(self._pool.close)
 
     @property
     def slot_bytes(self) -> int:
@@ -62,7 +65,15 @@ class HostBackend:
             timeout_seconds=seconds,
             all_gather=all_gather,
         )
+        self._undo.callback(self.fabric.close)
         self.fabric.wait_at_least(setup.connect_seconds)
+
+    @property
+    def neighbours(self) -> Mapping[int, int]:
+        return {}  # whoever waits for a rank looks at its process
+
+    def close(self) -> None:
+        self._undo.close()
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self.setup, self.layers[0]

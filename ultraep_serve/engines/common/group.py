@@ -8,16 +8,14 @@ balancer routes all layers: the adapter's stages call it (``Flow``).
 
 import functools
 import logging
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,23 +24,24 @@ from ultraep_serve.balance.agreement import (
     SharedValues,
     find_location,
     require_agreement,
+    unanimous,
     wait_for_all,
 )
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
-from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
+from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.make_backend import make_backend
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
-from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
+from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.cpu_experts import most_tokens
+from ultraep_serve.engines.common.memory import require_memory
 from ultraep_serve.engines.common.run import meet
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
-from ultraep_serve.errors import ConfigError, SelfCheckError, UnsupportedError
+from ultraep_serve.engines.common.weights import ExpertWeights
+from ultraep_serve.errors import SelfCheckError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.samples import Sampled
 from ultraep_serve.system.environment import first_process
-from ultraep_serve.system.machine import available_memory
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
@@ -81,9 +80,8 @@ class EngineRank:
 class LoadedLayers(Generic[Layer]):
     """The MoE layers of one rank, in the order they run; their weights are final."""
 
-    layers: Sequence[Layer]
-    parameters: Sequence[Sequence[nn.Parameter]]  # those (L, ...) that make up a layer's experts
-    shared: Sequence[SharedValues | UnsupportedError]  # what experts of a layer have in common
+    weights: Sequence[ExpertWeights[Layer]]
+    shared: Sequence[SharedValues]  # what experts of a layer have in common
     shape: ExpertShape
     view: TokenView
     experts_per_token: int  # K
@@ -96,18 +94,19 @@ class Execution(ABC, Generic[Layer]):
     """How an engine computes layers; all ranks call it alike."""
 
     @abstractmethod
-    def resize(
-        self,
-        layers: Sequence[Layer],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        before: int,
-        after: int,
-    ) -> None:
-        """Have ``layers`` serve ``after`` physical experts on this rank instead of ``before``.
+    def give_slots(self, layers: Sequence[ExpertWeights[Layer]], shape: ExpertShape) -> None:
+        """Have ``layers`` serve L + S physical experts on this rank instead of L.
 
-        With slots, ids are physical, and the layers' dispatch is balanced. ``parameters`` have rows
+        Ids are physical from then on, and the layers' dispatch is balanced. Parameters have rows
         for the masters alone meanwhile. Raises UnsupportedError.
         """
+
+    @abstractmethod
+    def take_slots(self, layers: Sequence[ExpertWeights[Layer]], shape: ExpertShape) -> None:
+        """Have ``layers`` serve what they did before ``give_slots``, some of which it may have."""
+
+    def keep_slots(self) -> None:
+        """Give up what ``take_slots`` would need: the layers stay balanced."""
 
     @abstractmethod
     def compute(
@@ -148,27 +147,26 @@ def start_balancing(
 ) -> "BalancedLayers":
     """Give slots to all layers, join the ranks, and have ``flow`` balance.
 
-    Slots are taken back where that fails. All ranks call this together. Raises UnsupportedError,
-    and what ``BalancedLayers`` raises.
+    All ranks call this together. Raises UnsupportedError, on all of them alike and with nothing of
+    this left, and what ``BalancedLayers`` raises.
     """
-    layers, parameters, shape = loaded.layers, loaded.parameters, loaded.shape
+    layers, shape = loaded.weights, loaded.shape
     assert own.group is not None, "engines have a group of all ranks"
     _require_large_batches(config, loaded.largest_batch)
     require_agreement(loaded.shared, own.group.on_host, config)
     answers = _answers(execution, loaded, own.rank)
     run_layer = functools.partial(_run_first_layer, execution, loaded)
     largest = loaded.largest_batch and loaded.largest_batch * loaded.experts_per_token
-    try:
-        execution.resize(layers, parameters, shape.num_masters, shape.num_local)
+    parameters = [layer.parameters for layer in layers]
+    with ExitStack() as undo:
+        undo.callback(execution.take_slots, layers, shape)
+        with unanimous(own.group, config):
+            execution.give_slots(layers, shape)
         balanced = BalancedLayers(
             config, shape, loaded.view, parameters, run_layer, own, answers=answers, largest=largest
         )
-    except UnsupportedError:
-        for of_layer in parameters:  # masters that have been moved stay where they are
-            for parameter in of_layer:
-                parameter.data = parameter.data[: shape.num_masters]
-        execution.resize(layers, parameters, shape.num_local, shape.num_masters)
-        raise
+        undo.pop_all()
+    execution.keep_slots()
     balanced.hold(layers, execution.kernel)
     flow.balancer = balanced.balancer
     return balanced
@@ -192,14 +190,14 @@ def _answers(execution: Execution[Layer], loaded: LoadedLayers[Layer], rank: int
         index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
         # kernels may write their output into x, or empty it
-        return execution.compute(loaded.layers[index], x.clone(), weights, physical)
+        return execution.compute(loaded.weights[index].layer, x.clone(), weights, physical)
 
     return Answers(
         compute=compute,
         experts_per_token=loaded.experts_per_token,
         hidden_size=loaded.hidden_size,
         dtype=loaded.dtype,
-        device=loaded.parameters[0][0].device,
+        device=loaded.weights[0].parameters[0].device,
         seed=rank if loaded.view is TokenView.OWN else 0,
     )
 
@@ -211,11 +209,11 @@ def _run_first_layer(
 
     All of its tokens are alike. On a device the batch is launched, and nobody waits for it.
     """
-    device, shape = loaded.parameters[0][0].device, loaded.shape
+    device, shape = loaded.weights[0].parameters[0].device, loaded.shape
     seen = num_assignments * (shape.num_ranks if loaded.view is TokenView.SHARED else 1)
     ids = balanced_ids(shape, seen, loaded.experts_per_token, device)
     x = torch.ones((ids.shape[0], loaded.hidden_size), dtype=loaded.dtype, device=device)
-    execution.compute(loaded.layers[0], x, torch.ones(ids.shape, device=device), ids)
+    execution.compute(loaded.weights[0].layer, x, torch.ones(ids.shape, device=device), ids)
 
 
 def summed(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -267,21 +265,19 @@ class BalancedLayers:
         """
         fixed_speeds(config.speeds, shape.num_ranks)
         self._own, self._layers, self._answers = own, layers, answers
-        self._in_place: list[_InPlace] = []
+        self._held: Sequence[ExpertWeights[Any]] = ()
         self._setup = self._meet(config, shape, view)
-        if layers[0][0].device.type == "cuda":
-            use_tuned_kernels(own.engine, shape.num_slots, RunFiles(self._run_path).tuned)
-        backend = make_backend(layers[0][0].device, self._setup)
-        for parameters in layers:
-            _adopt(parameters, backend)
-        self._slot_bytes = backend.slot_bytes
-        page = self._connect(backend)
-        self._require_memory(largest)
-        self._costs = backend.calibrate(run_layer)
-        if page is not None and own.pipeline.number == 0:
-            RunFiles(self._run_path).write_costs(self._costs)
-        proof = _proof_of(backend)
-        self.self_check = self._check_itself(proof, backend)
+        with ExitStack() as undo:  # of ranks that go on without this
+            backend = self._adopt(make_backend, undo)
+            page = self._connect(backend, undo)
+            if answers is not None and largest is not None:
+                require_memory(self._setup, answers, largest, own.cache_bytes)
+            self._costs = backend.calibrate(run_layer)
+            if page is not None and own.pipeline.number == 0:
+                RunFiles(self._run_path).write_costs(self._costs)
+            proof = _proof_of(backend)
+            self.self_check = self._check_itself(proof, backend)
+            undo.pop_all()
         if reason := self._setup.why_never_balanced(self._costs, largest):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
@@ -301,17 +297,41 @@ class BalancedLayers:
         config = _in_own_directory(config, own.pipeline)
         return GroupSetup(config, shape, view, location, own.group)
 
-    def _connect(self, backend: Backend) -> ControlPage | None:
+    def _adopt(
+        self, make_backend: Callable[[torch.device, GroupSetup], Backend], undo: ExitStack
+    ) -> Backend:
+        """Move the experts in front of slots; ``undo`` moves them back."""
+        device, group = self._layers[0][0].device, self._setup.engine_group
+        if device.type == "cuda":
+            num_slots, target = self._setup.shape.num_slots, RunFiles(self._run_path).tuned
+            undo.callback(use_tuned_kernels(self._own.engine, num_slots, target))
+        with unanimous(group, self._setup.config):
+            backend = make_backend(device, self._setup)
+            undo.callback(backend.close)
+            for parameters in self._layers:
+                slots = backend.adopt([parameter.data for parameter in parameters])
+                for parameter, alias in zip(parameters, slots.tensors, strict=True):
+                    parameter.data = alias  # at once: what it held may be empty now
+                undo.callback(_move_back, parameters, self._setup.shape.num_masters)
+        self._slot_bytes = backend.slot_bytes
+        return backend
+
+    def _connect(self, backend: Backend, undo: ExitStack) -> ControlPage | None:
         """Reach the other ranks, and watch them; returns the control page, which one rank has."""
-        config, page = self._setup.config, None
-        if self._setup.location.is_host_primary:
-            page = ControlPage.create(self._run_path, config.policy, allow_ideal=config.allow_ideal)
-        self._recorder = self._create_recorder()
+        setup, page = self._setup, None
+        if setup.location.is_host_primary:
+            page = ControlPage.create(
+                self._run_path, setup.config.policy, allow_ideal=setup.config.allow_ideal
+            )
+            undo.callback(page.file.path.unlink, missing_ok=True)
+            undo.callback(page.file.close)
+        self._recorder = self._create_recorder(undo)
         if page is not None:
             self._recorder.watch(page.file)
-        backend.connect()
-        wait_for_all(self._setup)
-        self._watch = self._watch_hosts()
+        with unanimous(setup.engine_group, setup.config):
+            backend.connect()
+        wait_for_all(setup)
+        self._watch = self._watch_others(backend, undo)
         return page
 
     def _sampled(self) -> Sampled | None:
@@ -322,7 +342,7 @@ class BalancedLayers:
         path = RunFiles(self._run_path).verification(number)
         return Sampled(self._layers, self._answers, path, lambda: versions_here(own.engine))
 
-    def _create_recorder(self) -> Recorder:
+    def _create_recorder(self, undo: ExitStack) -> Recorder:
         setup, config = self._setup, self._setup.config
         settings = RingSettings(
             num_layers=len(self._layers),
@@ -335,8 +355,9 @@ class BalancedLayers:
             self._run_path, setup.location, setup.shape, settings, self._own.pipeline
         )
         recorder.set_policy(config.policy)  # until a batch says otherwise
+        undo.callback(recorder.path.unlink, missing_ok=True)
         # Before the run directory is left.
-        Finalize(None, recorder.close, exitpriority=1)
+        undo.callback(Finalize(None, recorder.close, exitpriority=1))
         return recorder
 
     def _check_itself(self, proof: ModuleType, backend: Backend) -> SelfCheck:
@@ -354,42 +375,22 @@ class BalancedLayers:
             raise
         return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
 
-    def _require_memory(self, largest: int | None) -> None:
-        """Raise ConfigError, on all ranks, where CPUs lack memory to compute the largest batch.
-
-        ``largest`` in assignments over all ranks. Counted is what experts need at least, beside all
-        that is there by now. On GPUs engines try their largest at start.
-        """
-        answers, setup = self._answers, self._setup
-        if answers is None or largest is None or answers.device.type != "cpu":
-            return
-        free = available_memory()
-        left = sys.maxsize if free is None else free // setup.location.host_size
-        left -= self._own.cache_bytes
-        if group := setup.engine_group:  # also of hosts that cannot tell
-            ranks = HostAllGather(group.on_host, setup.connect_seconds)
-            left = int(ranks.gather(np.array([left])).min())
-        top_k, hidden = answers.experts_per_token, answers.hidden_size
-        sources = setup.shape.num_ranks if setup.view is TokenView.OWN else 1
-        tokens = largest // top_k // sources
-        most = most_tokens(left, hidden, top_k, answers.dtype) // sources
-        if tokens > most:
-            fits = f"{most} or less" if most > 0 else "less by far, or a smaller cache"
-            raise ConfigError(
-                f"experts need more memory for a batch of {tokens} tokens than is left; choose "
-                f"--max-num-batched-tokens (SGLang: --chunked-prefill-size) {fits}"
-            )
-
-    def _watch_hosts(self) -> HostWatch:
+    def _watch_others(self, backend: Backend, undo: ExitStack) -> Watch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""
         setup, location, beats = self._setup, self._setup.location, None
         num_hosts = location.num_ranks // location.host_size * self._own.pipeline.num_stages
         store = None if setup.engine_group is None else setup.engine_group.store
         if num_hosts > 1 and location.is_host_primary and store is not None:
             beats = HostBeats(store, location, self._own.pipeline)
-        files = RunFiles(self._run_path)
-        seconds, server = setup.connect_seconds, first_process()
-        watch = HostWatch(files, self._recorder, seconds, beats, server)
+            undo.callback(beats.stop)
+        watch = Watch(
+            RunFiles(self._run_path),
+            self._recorder,
+            setup.connect_seconds,
+            server=first_process(),
+            beats=beats,
+            neighbours=backend.neighbours,
+        )
         self._recorder.at_heartbeat(watch.look)
         return watch
 
@@ -411,8 +412,6 @@ class BalancedLayers:
         seconds = self._setup.config.timeout_seconds
         self.balancer.end_loading()
         self._watch.seconds = seconds
-        if self._setup.engine_group is not None:  # where a host is lost, the watch speaks first
-            self._setup.engine_group.bound_waits(seconds + WATCH_SECONDS)
         if self._setup.location.is_host_primary:
             logger.info("ultraep: loading has ended; ranks wait %g s for each other", seconds)
 
@@ -421,18 +420,18 @@ class BalancedLayers:
         """How many layers are balanced on this rank."""
         return len(self._layers)
 
-    def hold(self, layers: Sequence[Layer], kernel: Callable[[Layer], object]) -> None:
-        """Remember where the experts of ``layers`` are, and what computes them."""
-        own = zip(layers, self._layers, strict=True)
-        self._in_place = [
-            _InPlace(layer, parameters, functools.partial(kernel, layer))
-            for layer, parameters in own
-        ]
+    def hold(
+        self, layers: Sequence[ExpertWeights[Layer]], kernel: Callable[[Layer], object]
+    ) -> None:
+        """Have ``layers`` show masters alone, and remember what computes them, by ``kernel``."""
+        for layer in layers:
+            layer.hide_slots(self._setup.shape.num_masters, kernel)
+        self._held = layers
 
     def require_in_place(self) -> None:
         """Raise UnsupportedError where the experts of a layer were replaced; before every batch."""
-        for layer in self._in_place:
-            layer.require()
+        for layer in self._held:
+            layer.require_in_place()
 
     def _log_ready(self, logger: logging.Logger) -> None:
         setup, location = self._setup, self._setup.location
@@ -462,38 +461,6 @@ class BalancedLayers:
                 logger.warning("ultraep: self-check %s: %s", check.name, check.warning)
 
 
-class _InPlace:
-    """Whether a layer's experts are still those that have slots behind them.
-
-    Engines can load weights anew while they serve. What is loaded into the same memory is balanced
-    as it is; what is made anew has no slots.
-    """
-
-    def __init__(
-        self, layer: nn.Module, parameters: Sequence[nn.Parameter], kernel: Callable[[], object]
-    ) -> None:
-        """``parameters`` of ``layer`` have slots; ``kernel`` says what computes it."""
-        self._name = getattr(layer, "layer_name", type(layer).__name__)
-        self._held, self._kernel = layer._parameters, kernel
-        movable = {id(parameter) for parameter in parameters}
-        self._names = [name for name, own in self._held.items() if id(own) in movable]
-        self._expected = self._now()
-
-    def require(self) -> None:
-        """Raise UnsupportedError if one was replaced."""
-        if self._now() != self._expected:
-            raise UnsupportedError(
-                f"{self._name} is not balanced: its weights were replaced after loading; "
-                "start the server anew",
-                otherwise="",
-            )
-
-    def _now(self) -> list[int]:
-        found = (self._held.get(name) for name in self._names)
-        addresses = [0 if own is None else own.data_ptr() for own in found]
-        return [id(self._kernel()), *addresses]
-
-
 @functools.lru_cache(maxsize=1)
 def balanced_ids(
     shape: ExpertShape, num_assignments: int, experts_per_token: int, device: torch.device
@@ -517,10 +484,13 @@ def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> Balance
     return config.replace(run_dir=str(path))
 
 
-def _adopt(parameters: Sequence[nn.Parameter], backend: Backend) -> None:
-    slots = backend.adopt([parameter.data for parameter in parameters])
-    for parameter, alias in zip(parameters, slots.tensors, strict=True):
-        parameter.data = alias  # at once: what it held may be empty now
+def _move_back(parameters: Sequence[nn.Parameter], num_masters: int) -> None:
+    """Give masters, which may stand in front of slots, memory of their own again."""
+    for parameter in parameters:
+        masters = parameter.data[:num_masters]
+        parameter.data = torch.empty_strided(
+            masters.shape, masters.stride(), dtype=masters.dtype, device=masters.device
+        ).copy_(masters)
 
 
 def require_one_number(num_experts: Collection[int]) -> None:

@@ -5,7 +5,9 @@ slots stand beside a rank's own experts, so it would look for ``E=66`` and find 
 """
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,16 +35,18 @@ _OF_ENGINE = {
 }
 
 
-def use_tuned_kernels(engine: str, num_slots: int, target: Path) -> None:
+def use_tuned_kernels(engine: str, num_slots: int, target: Path) -> Callable[[], None]:
     """Have this rank's ``engine`` find its files with ``num_slots`` more experts, in ``target``.
 
     All ranks of a host may call this for one ``target``. A folder of the user's own stays in force.
+    Returns what undoes it.
     """
     tuned = _OF_ENGINE.get(engine)
     if tuned is None or engine_variable(tuned.variable):
-        return
+        return lambda: None
     if link_tuned_kernels(_package_folder(engine) / tuned.folder, num_slots, target):
         set_engine_variable(tuned.variable, str(target))
+    return functools.partial(set_engine_variable, tuned.variable, None)
 
 
 def link_tuned_kernels(folder: Path, num_slots: int, target: Path) -> bool:

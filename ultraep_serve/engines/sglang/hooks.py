@@ -5,6 +5,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,9 +140,9 @@ class _SchedulerHooks:
         complete_outputs(runner.model)
         if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
             try:
-                check_hooked_functions()
-                check_settings(resolving_view(runner.server_args))
-                self._balanced, self._flow = balance(self._config, runner.model, self._tokens)
+                self._balanced, self._flow = balance(
+                    self._config, runner.model, self._tokens, partial(_check_set_up, runner)
+                )
                 return
             except UnsupportedError as error:
                 is_primary = get_parallel().tp_rank == 0
@@ -248,6 +249,11 @@ def check_hooked_functions() -> None:
     """
     for target, expected in _PARAMETERS.items():
         require_parameters(SGLANG, pkgutil.resolve_name(target), expected)
+
+
+def _check_set_up(runner: Any) -> None:
+    check_hooked_functions()
+    check_settings(resolving_view(runner.server_args))
 
 
 def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:

@@ -6,7 +6,7 @@ SGLang's dispatch and kernels know physical experts already: of global ids, rank
 of the dispatcher balance (``stage``). On CPU dispatcher and experts are of ours (``host``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.utils import is_cpu
 from torch import nn
 
+from ultraep_serve.balance.agreement import unanimous
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.group import (
@@ -36,6 +37,7 @@ from ultraep_serve.engines.common.group import (
     start_balancing,
     summed,
 )
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.engines.sglang.checks import (
     check_cpu_balancing,
     check_device_execution,
@@ -51,13 +53,28 @@ __all__ = ["balance", "complete_outputs", "expert_layers", "moe_layers", "new_di
 
 
 def balance(
-    config: BalanceConfig, model: nn.Module, tokens: PrefillTokens
+    config: BalanceConfig, model: nn.Module, tokens: PrefillTokens, check: Callable[[], None]
 ) -> tuple[BalancedLayers, Flow]:
     """Balance ``model``'s layers, whose weights are final; all ranks together.
 
-    Raises UnsupportedError, with which SGLang can serve them without balancing, and what
-    ``start_balancing`` raises.
+    Raises UnsupportedError, as ``check`` does where SGLang is set up otherwise, with which SGLang
+    can serve them without balancing, and what ``start_balancing`` raises.
     """
+    parallel = get_parallel()
+    ranks, world = parallel.moe_ep_group, parallel.world_group.cpu_group
+    group = EngineGroup(ranks.cpu_group, ranks.device_group, world.get_group_store())
+    with unanimous(group, config):
+        check()
+        loaded = _described(config, model)
+    # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
+    zero_experts = bool(getattr(getattr(model, "config", None), "zero_expert_num", 0))
+    flow = Flow(tokens, has_zero_experts=zero_experts)
+    own = EngineRank("sglang", loaded.weights[0].layer.moe_ep_rank, group)
+    return start_balancing(config, _Layers(config, flow, group), loaded, own, flow), flow
+
+
+def _described(config: BalanceConfig, model: nn.Module) -> LoadedLayers[FusedMoE]:
+    """What can be balanced as it is. Raises UnsupportedError for anything else."""
     layers = moe_layers(model)
     if not layers:
         raise UnsupportedError(
@@ -69,13 +86,9 @@ def balance(
         check_layer(layer)
         check(layer)
     require_one_number([layer.num_experts for layer in layers])
-    # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
-    zero_experts = bool(getattr(getattr(model, "config", None), "zero_expert_num", 0))
-    flow = Flow(tokens, has_zero_experts=zero_experts)
-    first, parameters = layers[0], [movable_parameters(layer) for layer in layers]
-    loaded = LoadedLayers(
-        layers=layers,
-        parameters=parameters,
+    first = layers[0]
+    return LoadedLayers(
+        weights=[ExpertWeights(layer, movable_parameters(layer)) for layer in layers],
         shared=[shared_values(layer) for layer in layers],
         shape=ExpertShape(first.moe_ep_size, first.num_experts, config.slots),
         view=_view_of(first),
@@ -84,13 +97,6 @@ def balance(
         dtype=first.params_dtype,
         largest_batch=_largest_batch(),
     )
-    parallel = get_parallel()
-    ranks, world = parallel.moe_ep_group, parallel.world_group.cpu_group
-    others = [world, parallel.tp_group.cpu_group]
-    store = world.get_group_store()
-    group = EngineGroup(ranks.cpu_group, ranks.device_group, store, others)
-    own = EngineRank("sglang", first.moe_ep_rank, group)
-    return start_balancing(config, _Layers(config, flow, group), loaded, own, flow), flow
 
 
 class _Layers(Execution[FusedMoE]):
@@ -121,14 +127,8 @@ class _Layers(Execution[FusedMoE]):
             return output
         return summed(output, self._group.on_host if is_cpu() else self._group.on_device)
 
-    def resize(
-        self,
-        layers: Sequence[FusedMoE],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        before: int,
-        after: int,
-    ) -> None:
-        """See ``Execution.resize``; with slots, layers have hooks that balance them.
+    def give_slots(self, layers: Sequence[ExpertWeights[FusedMoE]], shape: ExpertShape) -> None:
+        """See ``Execution``.
 
         Runners read the numbers of experts from the layer's ``moe_runner_config``, which all its
         parts share, and SGLang changes it in place where a layer's experts change
@@ -137,17 +137,23 @@ class _Layers(Execution[FusedMoE]):
         after all layers are set. Loading still sees the masters alone, so that weights can be
         loaded in place. Verified with 0.5.23.
         """
-        for index, layer in enumerate(layers):
-            config, quant_config = layer.moe_runner_config, layer.dispatcher.quant_config
-            config.num_experts, config.num_local_experts = after * layer.moe_ep_size, after
-            layer.num_local_experts = after
-            layer.dispatcher = new_dispatcher(layer, self._config.min_batch_tokens)
-            if quant_config:
-                layer.dispatcher.set_quant_config(quant_config)
-            if hasattr(layer, "_cutlass_swiglu_params"):
-                _resize_activation(layer)
-            if after > before:
-                balance_dispatch(layer.dispatcher, index, self._flow)
+        for index, weights in enumerate(layers):
+            self._resize(weights.layer, shape.num_local)
+            balance_dispatch(weights, index, self._flow)
+
+    def take_slots(self, layers: Sequence[ExpertWeights[FusedMoE]], shape: ExpertShape) -> None:
+        for weights in layers:
+            self._resize(weights.layer, shape.num_masters)
+
+    def _resize(self, layer: FusedMoE, num_local: int) -> None:
+        config, quant_config = layer.moe_runner_config, layer.dispatcher.quant_config
+        config.num_experts, config.num_local_experts = num_local * layer.moe_ep_size, num_local
+        layer.num_local_experts = num_local
+        layer.dispatcher = new_dispatcher(layer, self._config.min_batch_tokens)
+        if quant_config:
+            layer.dispatcher.set_quant_config(quant_config)
+        if hasattr(layer, "_cutlass_swiglu_params"):
+            _resize_activation(layer)
 
 
 def new_dispatcher(layer: FusedMoE, min_batch_tokens: int) -> Any:

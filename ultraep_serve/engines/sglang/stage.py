@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -19,6 +20,7 @@ from sglang.srt.runtime_context import get_parallel
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.engines.common.group import Flow as CommonFlow
+from ultraep_serve.engines.common.weights import ExpertWeights
 
 __all__ = ["Flow", "PrefillTokens", "balance_dispatch", "own_prefill_tokens"]
 
@@ -78,12 +80,12 @@ class Flow(CommonFlow):
         self.not_routed: set[int] = set()  # layers that no prefill has passed
 
 
-def balance_dispatch(dispatcher: BaseDispatcher, layer: int, flow: Flow) -> None:
-    """Balance what ``dispatcher`` dispatches; ``layer`` counts MoE layers in the order they run."""
-    stage = _Stage(layer, flow)
+def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -> None:
+    """Balance what a layer's dispatcher dispatches; ``layer`` counts them in the order they run."""
+    stage, dispatcher = _Stage(weights, layer, flow), weights.layer.dispatcher
     dispatcher.register_pre_dispatch_hook(stage.route)
     dispatcher.register_post_dispatch_hook(stage.receive)
-    dispatcher.register_pre_combine_hook(stage.stop_clock)
+    dispatcher.register_pre_combine_hook(stage.end_experts)
     dispatcher.register_post_combine_hook(stage.computed)
     flow.not_routed.add(layer)
 
@@ -91,8 +93,8 @@ def balance_dispatch(dispatcher: BaseDispatcher, layer: int, flow: Flow) -> None
 class _Stage:
     """The hooks of one layer's dispatcher; what they return, if not None, replaces what goes on."""
 
-    def __init__(self, layer: int, flow: Flow) -> None:
-        self._layer, self._flow = layer, flow
+    def __init__(self, weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -> None:
+        self._weights, self._layer, self._flow = weights, layer, flow
         self._clock: ExpertClock | None = None
 
     def route(
@@ -116,13 +118,16 @@ class _Stage:
         return hidden_states, topk_output._replace(topk_ids=physical.to(ids.dtype))
 
     def receive(self, _: BaseDispatcher, __: Any) -> None:
+        """Have copies arrive, and SGLang's kernel find them in the layer."""
+        self._weights.show_slots()
         if self._flow.balancer is not None:
             self._clock = self._flow.balancer.receive()
 
-    def stop_clock(self, _: BaseDispatcher, __: Any) -> None:
+    def end_experts(self, _: BaseDispatcher, __: Any) -> None:
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
+        self._weights.masters_alone()
 
     def computed(self, _: BaseDispatcher, __: torch.Tensor) -> None:
         if self._flow.balancer is not None:

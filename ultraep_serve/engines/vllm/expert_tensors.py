@@ -8,18 +8,33 @@ all experts, the same on all ranks: a rank that takes a scale from its own exper
 copy with another scale than the master's rank does. Verified with 0.32 and 0.33.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 
 from ultraep_serve.balance.agreement import SharedValues
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import ExpertShape
 
-__all__ = ["expert_parameters", "fit_shared_values", "other_kernel", "shared_values"]
+__all__ = [
+    "expert_parameters",
+    "fit_shared_values",
+    "is_as_in_checkpoint",
+    "other_kernel",
+    "shared_values",
+    "with_own_scales",
+]
+
+_PARTS = ("a1", "a2", "w1", "w2")  # of a kernel's configuration
 
 # By the type of a kernel's weights, as its configuration names it: --moe-backend values whose
 # kernels are balanced.
@@ -65,33 +80,43 @@ def expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
     return found
 
 
-def shared_values(
-    layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter]
-) -> SharedValues | UnsupportedError:
+def shared_values(layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter]) -> SharedValues:
     """What ``layer``'s kernel reads beside its experts' own ``parameters``.
 
-    An error where something of a single expert is not among them.
+    Raises UnsupportedError where something of a single expert is not among them.
     """
-    try:
-        values = _shared_values(layer, parameters)
-        return SharedValues.of(layer.layer_name, values, _other_scales(layer))
-    except UnsupportedError as error:
-        return error
+    values = _shared_values(layer, parameters)
+    return SharedValues.of(layer.layer_name, values, _other_scales(layer))
 
 
 def fit_shared_values(
-    layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter], before: int, after: int
+    experts: FusedMoEExperts, parameters: Sequence[torch.nn.Parameter], shape: ExpertShape
 ) -> None:
-    """Where the kernel reads a shared value once per local expert, give it ``after`` of them.
+    """Where ``experts`` read a shared value once per master, have them read L + S of them.
 
-    ``before`` were there until now, beside the experts' own ``parameters``. The kernel's
-    configuration is changed in place.
+    The experts' own ``parameters`` get their rows for slots otherwise.
     """
     moving = {id(parameter) for parameter in parameters}
-    for _, part, field in _scale_fields(_kernel(layer)):
+    for _, part, field in _scale_fields(experts):
         value = getattr(part, field)
-        if isinstance(value, torch.Tensor) and id(value) not in moving and _rows(value) == before:
-            setattr(part, field, value.data[:1].expand(after, *value.shape[1:]).contiguous())
+        is_shared = isinstance(value, torch.Tensor) and id(value) not in moving
+        if is_shared and _rows(value) == shape.num_masters:
+            more = value.data[:1].expand(shape.num_local, *value.shape[1:])
+            setattr(part, field, more.contiguous())
+
+
+def with_own_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
+    """A copy of ``config`` whose fields can be changed; tensors are the same."""
+    own = copy.copy(config)
+    for name in _PARTS:
+        setattr(own, f"_{name}", copy.copy(getattr(config, f"_{name}")))
+    return own
+
+
+def is_as_in_checkpoint(layer: RoutedExperts) -> bool:
+    """Whether ``layer``'s kernel reads experts in the order in which a checkpoint has them."""
+    is_plain = isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+    return is_plain and _kernel_name(layer) in ("TritonExperts", "BatchedTritonExperts")
 
 
 def _shared_values(
@@ -132,7 +157,7 @@ def _read_by(experts: FusedMoEExperts) -> Iterator[tuple[str, Any]]:
 
 def _scale_fields(experts: FusedMoEExperts) -> Iterator[tuple[str, Any, str]]:
     """What may hold a tensor in the kernel's configuration: name and part, and the part's field."""
-    for name in ("a1", "a2", "w1", "w2"):
+    for name in _PARTS:
         part = getattr(experts.quant_config, f"_{name}")
         for field in fields(part):
             if field.name not in ("dtype", "shape"):

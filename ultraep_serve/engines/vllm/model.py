@@ -1,31 +1,25 @@
 """The MoE layers of a model that vLLM has loaded, on CPU or GPU: balanced together.
 
-vLLM's kernels on GPUs know physical experts already: global ids, this rank's part of which is given
-by an expert map, so many local experts as the weights have rows. They are set to R * (L + S)
-experts instead of E and of L + S local ones, which its linear placement maps to
-``rank * (L + S) + local``, and are built anew for these numbers. Nothing of theirs is replaced but
-the stage that dispatches, which is wrapped (``stage``). On CPU kernels are of ours (``host``).
+Layers stay as vLLM made them; each gets a second kernel, over masters and slots (``kernel``), whose
+stage that dispatches is wrapped (``stage``).
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
 
 import torch
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig
-from vllm.distributed import get_dp_group, get_ep_group, get_pp_group, get_tp_group, get_world_group
+from vllm.distributed import get_ep_group, get_pp_group, get_world_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
+from ultraep_serve.balance.agreement import unanimous
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
@@ -39,6 +33,7 @@ from ultraep_serve.engines.common.group import (
     summed,
 )
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.engines.vllm.checks import (
     check_device_execution,
     check_layer,
@@ -47,11 +42,13 @@ from ultraep_serve.engines.vllm.checks import (
 )
 from ultraep_serve.engines.vllm.expert_tensors import (
     expert_parameters,
-    fit_shared_values,
+    is_as_in_checkpoint,
     shared_values,
 )
 from ultraep_serve.engines.vllm.host import put_in_kernels
-from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
+from ultraep_serve.engines.vllm.kernel import plain_stage, with_slots
+from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
+from ultraep_serve.engines.vllm.stage import Flow
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
@@ -60,15 +57,12 @@ __all__ = ["balance", "take_over"]
 
 logger = init_logger("vllm.ultraep_serve")
 
-_NEW_WEIGHTS = ("reload_weights", "start_weight_update", "start_draft_weight_update")
-
 
 def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> None:
     """Balance the MoE layers of ``worker``'s model; those of a draft model stay at home.
 
-    On CPU all of them get kernels of ours, balanced or not. A ``worker`` whose experts were taken
-    over refuses other weights, before it touches those it has. Raises UnsupportedError for what
-    cannot be balanced, unless it is to be served plainly.
+    On CPU all of them get kernels of ours, balanced or not. Raises UnsupportedError for what cannot
+    be balanced, unless it is to be served plainly.
     """
     compilation = vllm_config.compilation_config
     registered = map(compilation.static_forward_context.get, compilation.static_all_moe_layers)
@@ -83,7 +77,9 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
     try:
         if not balanced:
             raise without_experts(vllm_config)
-        _balance(config, worker, vllm_config, balanced)
+        layers = [runner.routed_experts for runner in balanced]
+        drafts = [runner.routed_experts for runner in runners if runner not in in_model]
+        _balance(config, worker, vllm_config, layers, drafts)
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))
 
@@ -102,18 +98,20 @@ def _compute_on_host(config: BalanceConfig, worker: Any, runners: list[MoERunner
         alone = runner.shared_experts is None
         operators = torch.ops.vllm
         runner._forward_entry = operators.moe_forward if alone else operators.moe_forward_shared
-    _refuse_new_weights(worker)
+    refuse_new_weights(worker.get_model(), layers)
 
 
 def _balance(
-    config: BalanceConfig, worker: Any, vllm_config: VllmConfig, runners: list[MoERunner]
+    config: BalanceConfig,
+    worker: Any,
+    vllm_config: VllmConfig,
+    layers: list[RoutedExperts],
+    drafts: list[RoutedExperts],
 ) -> None:
-    layers = [runner.routed_experts for runner in runners]
-    zero_experts = any(isinstance(runner.router, ZeroExpertRouter) for runner in runners)
-    balanced = balance(config, vllm_config, layers, has_zero_experts=zero_experts)
+    balanced = balance(config, vllm_config, layers, drafts)
+    if not all(map(is_as_in_checkpoint, layers)):
+        refuse_new_weights(worker.get_model(), layers)
     balanced.mark_ready(logger)
-    if not current_platform.is_cpu():  # where they have been refused by now
-        _refuse_new_weights(worker)
     _around(worker.model_runner, "execute_model", before=balanced.require_in_place)
     _around(worker, "compile_or_warm_up_model", after=lambda: balanced.end_loading(logger))
 
@@ -143,31 +141,37 @@ def _around(
     setattr(owner, name, call)
 
 
-def _refuse_new_weights(worker: Any) -> None:
-    def refuse() -> None:
-        raise UnsupportedError(
-            "experts stay where balancing and kernels on CPU have put them, so weights cannot be "
-            "replaced in a running server, which serves on with those it has; restart it with the "
-            "new ones, or serve without the setting 'ultraep'"
-        )
-
-    for name in _NEW_WEIGHTS:
-        if hasattr(worker, name):
-            _around(worker, name, before=refuse)
-
-
 def balance(
     config: BalanceConfig,
     vllm_config: VllmConfig,
     layers: Sequence[RoutedExperts],
-    *,
-    has_zero_experts: bool = False,
+    drafts: Sequence[RoutedExperts] = (),
 ) -> BalancedLayers:
     """Balance ``layers``, whose weights are final, in the order they run; all ranks together.
 
-    On CPU they have kernels of ours by now. Raises UnsupportedError, with which vLLM can serve them
-    without balancing, and what ``start_balancing`` raises.
+    ``drafts`` are a draft model's. On CPU they have kernels of ours by now. Raises
+    UnsupportedError, with which vLLM can serve them without balancing, and what ``start_balancing``
+    raises.
     """
+    moe, ranks, world = layers[0].moe_config, get_ep_group(), get_world_group()
+    group = EngineGroup(ranks.cpu_group, ranks.device_group, world.cpu_group.get_group_store())
+    view = TokenView.OWN if moe.dp_size > 1 else TokenView.SHARED
+    with unanimous(group, config):
+        loaded = _described(config, vllm_config, layers, view)
+    cache = int(vllm_config.cache_config.kv_cache_memory_bytes or 0)
+    own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache)
+    flow = Flow(view)
+    execution = _Layers(vllm_config, flow, group, [*layers, *drafts])
+    return start_balancing(config, execution, loaded, own, flow)
+
+
+def _described(
+    config: BalanceConfig,
+    vllm_config: VllmConfig,
+    layers: Sequence[RoutedExperts],
+    view: TokenView,
+) -> LoadedLayers[RoutedExperts]:
+    """What can be balanced as it is. Raises UnsupportedError for anything else."""
     require_one_number([layer.global_num_experts for layer in layers])
     for layer in layers:
         check_layer(layer)
@@ -175,11 +179,8 @@ def balance(
             check_device_execution(layer, vllm_config)
     first, parameters = layers[0], [expert_parameters(layer) for layer in layers]
     parallel, moe = vllm_config.parallel_config, first.moe_config
-    view = TokenView.OWN if moe.dp_size > 1 else TokenView.SHARED
-    flow = Flow(view, has_zero_experts=has_zero_experts)
-    loaded = LoadedLayers(
-        layers=layers,
-        parameters=parameters,
+    return LoadedLayers(
+        weights=list(map(ExpertWeights, layers, parameters)),
         shared=list(map(shared_values, layers, parameters)),
         shape=ExpertShape(
             moe.ep_size,
@@ -193,21 +194,22 @@ def balance(
         dtype=moe.in_dtype,
         largest_batch=_largest_batch(vllm_config) * moe.dp_size,
     )
-    ranks, pipeline = get_ep_group(), _pipeline_of(vllm_config)
-    world = get_world_group()
-    others = [each.cpu_group for each in (world, get_tp_group(), get_dp_group(), get_pp_group())]
-    store = world.cpu_group.get_group_store()
-    group = EngineGroup(ranks.cpu_group, ranks.device_group, store, others)
-    cache = int(vllm_config.cache_config.kv_cache_memory_bytes or 0)
-    own = EngineRank("vllm", ranks.rank_in_group, group, pipeline, cache)
-    return start_balancing(config, _Layers(vllm_config, flow, group), loaded, own, flow)
 
 
 class _Layers(Execution[RoutedExperts]):
     """``Execution`` by vLLM's kernels, or by those that are ours on CPU."""
 
-    def __init__(self, vllm_config: VllmConfig, flow: Flow, group: EngineGroup) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        flow: Flow,
+        group: EngineGroup,
+        every: Sequence[RoutedExperts],
+    ) -> None:
+        """``every`` MoE layer of the process, balanced or not."""
         self._vllm_config, self._flow, self._group = vllm_config, flow, group
+        self._every = every
+        self._plain: dict[RoutedExperts, Any] = {}  # vLLM's own kernels of layers
 
     def kernel(self, layer: RoutedExperts) -> object:
         return layer.quant_method.moe_kernel
@@ -235,38 +237,38 @@ class _Layers(Execution[RoutedExperts]):
             return output
         return summed(output, self._group.on_device)
 
-    def resize(
-        self,
-        layers: Sequence[RoutedExperts],
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        before: int,
-        after: int,
+    def give_slots(
+        self, layers: Sequence[ExpertWeights[RoutedExperts]], shape: ExpertShape
     ) -> None:
-        """See ``Execution.resize``; with slots, layers have the stage that balances them.
+        for index, weights in enumerate(layers):
+            method = weights.layer.quant_method
+            kernel = with_slots(weights, index, shape, self._flow)
+            self._plain[weights.layer], method.moe_kernel = method.moe_kernel, kernel
 
-        The expert map comes from vLLM's own ``update_expert_map``. Kernel and dispatch are made
-        anew from what the kernel was made of, as vLLM's elastic expert parallelism does
-        (``fused_moe.eep_reconfigure``): weights are in the kernel's order already. The layer's
-        configuration is changed in place because its runner and its kernels share it. DeepEP's
-        buffers are made for a number of experts, and vLLM leaves it to their user to destroy them.
-        Verified with 0.32 and 0.33.
-        """
-        old_buffers = _buffers(layers)
-        for index, (layer, own) in enumerate(zip(layers, parameters, strict=True)):
-            if after < before:  # kernels combine scales when made, while ``own`` have masters alone
-                fit_shared_values(layer, own, before, after)
+    def take_slots(
+        self, layers: Sequence[ExpertWeights[RoutedExperts]], shape: ExpertShape
+    ) -> None:
+        made = []
+        for layer, plain in self._plain.items():
+            made.append(layer.quant_method.moe_kernel)
+            layer.quant_method.moe_kernel = plain
             if current_platform.is_cpu():
-                _stage_of(layer).num_local = after
-            else:
-                _rebuild(layer, after)
-            if after > before:
-                fit_shared_values(layer, own, before, after)
-            stage: Any = _stage_of(layer)
-            if after > before:
-                stage = BalancedStage(stage, index, self._flow)
-            layer.quant_method.moe_kernel.impl.prepare_finalize = stage
-        for identity in old_buffers.keys() - _buffers(layers).keys():
-            old_buffers[identity].destroy()
+                plain_stage(layer).num_local = shape.num_masters
+        self._give_up(made)
+
+    def keep_slots(self) -> None:
+        self._give_up(self._plain.values())
+
+    def _give_up(self, kernels: Iterable[Any]) -> None:
+        """Destroy what only ``kernels`` dispatch through, which vLLM leaves to us.
+
+        DeepEP's buffers are made for a number of experts, and shared by layers that have as many.
+        """
+        in_use = _buffers(layer.quant_method.moe_kernel for layer in self._every)
+        for identity, buffer in _buffers(kernels).items():
+            if identity not in in_use:
+                buffer.destroy()
+        self._plain = {}
 
     @contextmanager
     def _batch(self, layer: RoutedExperts, num_tokens: int) -> Iterator[None]:
@@ -285,40 +287,10 @@ class _Layers(Execution[RoutedExperts]):
                 yield
 
 
-def _stage_of(layer: RoutedExperts) -> Any:
-    """The stage of ``layer``'s kernel, without balancing."""
-    stage = layer.quant_method.moe_kernel.prepare_finalize
-    return stage.wrapped if isinstance(stage, BalancedStage) else stage
-
-
-def _rebuild(layer: RoutedExperts, num_local: int) -> None:
-    """Have vLLM's kernel of ``layer`` made for so many experts on this rank."""
-    moe = layer.moe_config
-    moe.num_experts, moe.num_local_experts = num_local * moe.ep_size, num_local
-    layer.global_num_experts = moe.num_experts
-    layer.update_expert_map()
-    experts = layer.quant_method.moe_kernel.fused_experts
-    stage = maybe_make_prepare_finalize(
-        moe=moe,
-        quant_config=experts.quant_config,
-        routing_tables=layer._expert_routing_tables(),
-        allow_new_interface=True,
-    )
-    names = inspect.signature(type(experts)).parameters
-    made = type(experts)(
-        **{name: getattr(experts, name) for name in names if hasattr(experts, name)}
-    )
-    for name, value in vars(experts).items():
-        if isinstance(value, torch.nn.Parameter):  # of the layer, set once weights were in order
-            setattr(made, name, value)
-    layer.quant_method.moe_kernel = mk.FusedMoEKernel(stage, made)
-
-
-def _buffers(layers: Sequence[RoutedExperts]) -> dict[int, Any]:
-    """What the kernels of ``layers`` dispatch through, by identity; layers share it."""
-    stages = [_stage_of(layer) for layer in layers]
-    found = [stage.buffer for stage in stages if hasattr(stage, "buffer")]
-    return {id(buffer): buffer for buffer in found}
+def _buffers(kernels: Iterable[Any]) -> dict[int, Any]:
+    """What ``kernels`` dispatch through, by identity."""
+    stages = [kernel.prepare_finalize for kernel in kernels if kernel is not None]
+    return {id(stage.buffer): stage.buffer for stage in stages if hasattr(stage, "buffer")}
 
 
 def _largest_batch(vllm_config: VllmConfig) -> int:

@@ -28,22 +28,16 @@ Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | N
 class Flow(CommonFlow):
     """What the stages of a model's layers have in common."""
 
-    def __init__(self, view: TokenView, *, has_zero_experts: bool = False) -> None:
-        """With ``has_zero_experts`` chosen ones that compute nothing come as expert 0, weight 0."""
+    def __init__(self, view: TokenView) -> None:
         super().__init__()
-        self._view, self._has_zero_experts = view, has_zero_experts
+        self._view = view
 
-    def route(self, layer: int, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Physical ids for logical ``ids`` (T, K) with ``weights`` (T, K), of the same type."""
+    def route(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        """Physical ids for logical ``ids`` (T, K), of the same type."""
         if self.balancer is None:
             return ids
-        nothing = weights == 0 if self._has_zero_experts else None
-        logical = ids if nothing is None else ids.masked_fill(nothing, -1)
         tokens = self._batch_tokens(ids)
-        physical = self.balancer.route(layer, logical, tokens, dbo_current_ubatch_id())
-        if nothing is not None:
-            physical = physical.masked_fill(nothing, 0)  # as vLLM has it: expert 0's master
-        return physical.to(ids.dtype)
+        return self.balancer.route(layer, ids, tokens, dbo_current_ubatch_id()).to(ids.dtype)
 
     def receive(self) -> ExpertClock | None:
         return None if self.balancer is None else self.balancer.receive(dbo_current_ubatch_id())
@@ -89,7 +83,7 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         **named: Any,
     ) -> Prepared:
         """Route, dispatch, and have the copies arrive."""
-        ids = self._flow.route(self._layer, topk_weights, topk_ids)
+        ids = self._flow.route(self._layer, topk_ids)
         prepared = self.wrapped.prepare(a1, topk_weights, ids, *rest, **named)
         return self._received(prepared, topk_weights, ids)
 
@@ -102,7 +96,7 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         **named: Any,
     ) -> Any:
         """Do as ``prepare``, of which what follows dispatch is done by the receiver."""
-        ids = self._flow.route(self._layer, topk_weights, topk_ids)
+        ids = self._flow.route(self._layer, topk_ids)
         dispatched = self.wrapped.prepare_async(a1, topk_weights, ids, *rest, **named)
         return _then(dispatched, lambda result: self._received(result, topk_weights, ids))
 
