@@ -70,6 +70,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("enable_single_batch_overlap", True, "drop --enable-single-batch-overlap"),
     ("enable_lora", True, "drop --enable-lora"),
     ("enable_torch_compile", True, "--enable-torch-compile"),
+    ("enable_deterministic_inference", True, "same sums whatever else is in a batch"),
     ("pp_size", 2, "--pp-size 1"),
     ("dp_size", 2, "use --attn-dp-size"),
     ("attn_cp_size", 2, "--attn-cp-size 1"),

@@ -320,18 +320,32 @@ def test_models_whose_layers_share_no_slots_or_have_no_experts_are_refused() -> 
 
 
 @pytest.mark.parametrize("num_data", [1, 3])
-def test_batches_that_are_all_small_are_not_balanced_in_silence(num_data: int) -> None:
-    """What counts are the tokens of all ranks."""
+def test_batches_that_are_all_small_are_not_balanced_in_silence(
+    num_data: int, tmp_path: Path
+) -> None:
+    """What counts are the tokens of all ranks; before anything is loaded."""
     changes = {"chunked_prefill_size": 255 // num_data, "attn_dp_size": num_data}
-    layer, server_args = fakes.loaded_layer(**changes), fakes.publish(**changes)
+    seen: list[Any] = []
+    runner = SimpleNamespace(
+        is_draft_worker=False,
+        server_args=fakes.publish(**changes),
+        model=torch.nn.ModuleList([fakes.loaded_layer(**changes)]),
+    )
     with pytest.raises(UnsupportedError, match="choose --min-batch-tokens 255 or less"):
-        loaded(BalanceConfig(), server_args, layer)
+        hooks._SchedulerHooks(BalanceConfig()).load(seen.append, runner)
+    assert not seen
+    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
+    own = hooks._SchedulerHooks(plain)
+    own.load(seen.append, runner)
+    assert seen == [runner]
+    assert own._balanced is None
+    assert "has 255 over all ranks" in (tmp_path / "unbalanced").read_text()
 
 
 @pytest.mark.parametrize("changes", [{"chunked_prefill_size": -1}, {"enable_mixed_chunk": True}])
 def test_batches_without_a_bound_are_taken_for_large(changes: dict[str, Any]) -> None:
     fakes.publish(**{"chunked_prefill_size": 255, **changes})
-    assert model._largest_batch() is None
+    assert model.largest_batch() is None
 
 
 def test_unsupported_models_are_served_by_sglang_alone(

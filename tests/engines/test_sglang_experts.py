@@ -153,7 +153,9 @@ def test_quantised_experts_are_refused_by_name_before_they_are_loaded(
     described = SimpleNamespace(
         quantization="fp8", model_path="some/model", hf_config=SimpleNamespace()
     )
-    runner = SimpleNamespace(model_config=described, server_args=SimpleNamespace(ep_size=2))
+    runner = SimpleNamespace(
+        model_config=described, server_args=SimpleNamespace(ep_size=2), is_draft_worker=True
+    )
     with pytest.raises(UnsupportedError, match=r"is quantised \(fp8\).* AVX.*; drop --quant"):
         own.load(lambda runner: seen.append("loaded"), runner)
     described.hf_config.quantization_config = {"quant_method": "fp8"}

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import CUDAGraphMode, VllmConfig
-    from vllm.config.kernel import MEGA_MOE_BACKENDS, PASSTHROUGH_ALL2ALL_BACKEND, MoEBackend
+    from vllm.config.kernel import MEGA_MOE_BACKENDS, MoEBackend
     from vllm.config.parallel import All2AllBackend
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.experts import trtllm_fp8_moe
@@ -29,6 +30,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_gpu import build
     from ultraep_serve.engines.vllm import checks, expert_tensors
 
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.group import require_one_number
 from ultraep_serve.errors import UnsupportedError
 
@@ -65,10 +67,16 @@ KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanc
 }
 
 
-def refusal(layer: Any, config: VllmConfig) -> str:
-    with pytest.raises(UnsupportedError) as error:
-        checks.check_device_execution(layer, config)
-    assert "set on_unsupported to off" in str(error.value)
+def refusal(layer: Any) -> str:
+    with pytest.raises(UnsupportedError, match="set on_unsupported to off") as error:
+        checks.check_device_execution(layer)
+    return str(error.value)
+
+
+def refused_settings(config: VllmConfig) -> str:
+    """Before anything is loaded."""
+    with pytest.raises(UnsupportedError, match="set on_unsupported to off") as error:
+        checks.check_settings(config, BalanceConfig())
     return str(error.value)
 
 
@@ -112,18 +120,19 @@ def test_the_flag_that_refusals_name_gives_a_kernel_that_is_balanced(
 def test_what_is_verified_is_accepted(balanced: Any, num_hosts: int) -> None:
     layer, config = build(balanced)
     balanced(parallel_state, "_NODE_COUNT", num_hosts)
-    checks.check_device_execution(layer, config)
-    config.parallel_config.enable_dbo = True  # micro-batches
-    checks.check_device_execution(layer, config)
+    for _ in range(2):
+        checks.check_settings(config, BalanceConfig())
+        checks.check_device_execution(layer)
+        config.parallel_config.enable_dbo = True  # micro-batches
 
 
 @pytest.mark.parametrize(
     "backend", sorted(set(get_args(All2AllBackend)) - set(checks._ALL2ALL_BACKENDS))
 )
 def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
-    layer, config = build(balanced)
+    layer, _ = build(balanced)
     layer.moe_config.moe_parallel_config.all2all_backend = backend
-    message = refusal(layer, config)
+    message = refusal(layer)
     assert f"dispatch through {backend} has not been verified" in message
     assert "use --all2all-backend allgather_reducescatter" in message
 
@@ -132,6 +141,12 @@ def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
     ("section", "name", "value", "remedy"),
     [
         ("parallel_config", "enable_elastic_ep", True, "drop --enable-elastic-ep"),
+        ("parallel_config", "enable_fault_tolerance", True, "drop --enable-fault-tolerance"),
+        ("parallel_config", "enable_eplb", True, "--enable-eplb moves the same weights; drop it"),
+        ("parallel_config", "enable_expert_parallel", False, "add --enable-expert-parallel"),
+        ("parallel_config", "data_parallel_size", 1, "there is nothing to balance on one rank"),
+        ("offload_config.uva", "cpu_offload_gb", 1, "drop --cpu-offload-gb"),
+        ("offload_config.prefetch", "offload_group_size", 8, "drop --offload-group-size"),
         ("", "lora_config", object(), "drop --enable-lora"),
         ("", "model_config", SimpleNamespace(enable_sleep_mode=True), "drop --enable-sleep-mode"),
     ],
@@ -139,22 +154,30 @@ def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
 def test_settings_that_do_not_go_with_slots(
     balanced: Any, section: str, name: str, value: object, remedy: str
 ) -> None:
-    layer, config = build(balanced)
-    object.__setattr__(getattr(config, section) if section else config, name, value)
-    assert remedy in refusal(layer, config)
+    _, config = build(balanced)
+    object.__setattr__(attrgetter(section)(config) if section else config, name, value)
+    assert remedy in refused_settings(config)
+
+
+def test_sums_that_must_not_depend_on_the_batch_are_refused(
+    balanced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config = build(balanced)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "unset it" in refused_settings(config)
 
 
 def test_batches_that_all_replay_cuda_graphs_are_refused(balanced: Any) -> None:
     """Of decode alone they leave prefill to be planned, and so do graphs of smaller batches."""
-    layer, config = build(balanced)
+    _, config = build(balanced)
     largest, compilation = config.scheduler_config.max_num_batched_tokens, config.compilation_config
     compilation.max_cudagraph_capture_size = largest
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    assert "a smaller --max-cudagraph-capture-size" in refusal(layer, config)
+    assert "a smaller --max-cudagraph-capture-size" in refused_settings(config)
     for mode, captured in (("FULL_DECODE_ONLY", largest), ("FULL_AND_PIECEWISE", largest - 1)):
         compilation.cudagraph_mode = CUDAGraphMode[mode]
         compilation.max_cudagraph_capture_size = captured
-        checks.check_device_execution(layer, config)
+        checks.check_settings(config, BalanceConfig())
 
 
 def test_layers_that_share_no_slots_are_refused() -> None:
@@ -166,53 +189,45 @@ def test_layers_that_share_no_slots_are_refused() -> None:
 def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> None:
     """Two engines of two ranks: with sequence parallelism each of the four has its own tokens."""
     own = vllm_layers.parallel_of(0, 4, "allgather_reducescatter", tensor_size=2)
-    layer, config = build(balanced, parallel=own)
-    checks.check_device_execution(layer, config)
+    layer, _ = build(balanced, parallel=own)
+    checks.check_device_execution(layer)
     own.sp_size = 1
-    assert "count them more than once" in refusal(layer, config)
+    assert "count them more than once" in refusal(layer)
 
 
 def test_kernels_that_route_themselves_are_refused(balanced: Any) -> None:
-    layer, config = build(balanced)
+    layer, _ = build(balanced)
     monolithic = trtllm_fp8_moe.TrtLlmFp8ExpertsMonolithic
     layer.quant_method.moe_kernel = SimpleNamespace(
         is_monolithic=True, fused_experts=monolithic.__new__(monolithic)
     )
-    message = refusal(layer, config)
+    message = refusal(layer)
     assert "TrtLlmFp8ExpertsMonolithic routes inside its kernel" in message
     assert "use --moe-backend triton" in message
     layer.quant_method.moe_kernel = SimpleNamespace(is_monolithic=False, fused_experts=object())
-    assert "expert kernel object has not been verified" in refusal(layer, config)
+    assert "expert kernel object has not been verified" in refusal(layer)
 
 
 @pytest.mark.parametrize("backend", sorted(MEGA_MOE_BACKENDS))
 def test_megakernels_are_refused_however_the_model_builds_its_experts(
     balanced: Any, backend: str
 ) -> None:
-    """Some through vLLM's routed experts, whose dispatch is none; others through their own."""
-    layer, config = build(balanced)
+    """Also where nobody but the model chose one, which is seen when it is loaded."""
+    _, config = build(balanced)
     config.kernel_config.moe_backend = backend
-    layer.moe_config.moe_parallel_config.all2all_backend = PASSTHROUGH_ALL2ALL_BACKEND
-    balanced(config, "model_config", SimpleNamespace(model="dsv4", enable_sleep_mode=False))
-    for message in (refusal(layer, config), str(checks.without_experts(config))):
+    model = SimpleNamespace(
+        model="dsv4", enable_sleep_mode=False, max_model_len=64, architectures=[]
+    )
+    balanced(config, "model_config", model)
+    for message in (refused_settings(config), str(checks.without_experts(config))):
         assert f"--moe-backend {backend} sends tokens to experts inside one kernel" in message
         assert "use --moe-backend marlin, or set on_unsupported" in message
 
 
-def test_offloaded_weights_are_refused(balanced: Any) -> None:
-    layer, config = build(balanced)
-    balanced(checks, "current_platform", SimpleNamespace(device_type="cuda"))
-    assert "drop --cpu-offload-gb" in refusal(layer, config)
-
-
-def test_context_parallelism_and_eplb_are_refused(balanced: Any) -> None:
-    layer, config = build(balanced)
-    parallel = layer.moe_config.moe_parallel_config
-    parallel.pcp_size = 2
-    assert "--prefill-context-parallel-size 1" in refusal(layer, config)
-    parallel.enable_eplb = True
-    with pytest.raises(UnsupportedError, match="drop it"):
-        checks.check_layer(layer)
+def test_context_parallelism_is_refused(balanced: Any) -> None:
+    layer, _ = build(balanced)
+    layer.moe_config.moe_parallel_config.pcp_size = 2
+    assert "--prefill-context-parallel-size 1" in refusal(layer)
 
 
 def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

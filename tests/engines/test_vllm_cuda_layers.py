@@ -32,7 +32,7 @@ with warnings.catch_warnings():
         forward_pass,
         fp8_config,
     )
-    from ultraep_serve.engines.vllm import expert_tensors, model, stage
+    from ultraep_serve.engines.vllm import expert_tensors, load, model, stage
     from ultraep_serve.engines.vllm.expert_tensors import is_as_in_checkpoint
     from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
@@ -217,31 +217,24 @@ def test_unsupported_models_are_served_by_vllm_alone(balanced: Any, tmp_path: Pa
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer = layer_of(balanced, NAMES[0], config)
     worker, kernel = worker_of(config, Model(layer)), layer.quant_method.moe_kernel
-    config.parallel_config.enable_elastic_ep = True
+    layer.moe_config.moe_parallel_config.pcp_size = 2
     plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     model.take_over(plain, worker, config)
     assert layer.quant_method.moe_kernel is kernel
     assert layer.global_num_experts == NUM_EXPERTS
-    assert "--enable-elastic-ep" in (tmp_path / "unbalanced").read_text()  # for the sidecar
+    assert "--prefill-context" in (tmp_path / "unbalanced").read_text()  # for the sidecar
 
 
-def test_batches_that_are_all_small_are_not_balanced_in_silence(
-    balanced: Any, tmp_path: Path
-) -> None:
-    """What counts are the tokens of all three data-parallel ranks."""
+def test_batches_that_are_all_small_are_not_balanced_in_silence(balanced: Any) -> None:
+    """What counts are the tokens of all three data-parallel ranks; before anything is loaded."""
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
-    layer = layer_of(balanced, NAMES[0], config)
-    worker = worker_of(config, Model(layer))
-    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     for tokens, length, largest in ((85, 8192, 255), (8192, 40, 3 * 2 * 40)):
         config.scheduler_config.max_num_batched_tokens = tokens
         config.scheduler_config.max_num_seqs = 2
         described = SimpleNamespace(enable_sleep_mode=False, max_model_len=length)
         object.__setattr__(config, "model_config", described)
         with pytest.raises(UnsupportedError, match=f"choose --min-batch-tokens {largest} or less"):
-            model.take_over(BalanceConfig(), worker, config)
-        model.take_over(plain, worker, config)
-        assert f"has {largest} over all ranks" in (tmp_path / "unbalanced").read_text()
+            load.config_of(config)
 
 
 class Loaded(torch.nn.Module):

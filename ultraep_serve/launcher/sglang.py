@@ -44,7 +44,7 @@ _WITH_A_VALUE = """device attention-backend max-total-tokens ep-dispatch-algorit
     cuda-graph-backend-prefill disaggregation-mode dllm-algorithm quantization config"""
 _SWITCHES = """disable-cuda-graph disable-prefill-cuda-graph disable-shared-experts-fusion
     enforce-shared-experts-fusion enable-eplb enable-waterfill enable-lora enable-two-batch-overlap
-    enable-torch-compile"""
+    enable-torch-compile enable-deterministic-inference"""
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
@@ -161,6 +161,12 @@ ANYWHERE: tuple[Requirement, ...] = (
         False,
         "with --enable-two-batch-overlap one batch's weights would be written where the other's "
         "are still read; drop it",
+    ),
+    (
+        "enable_deterministic_inference",
+        False,
+        "--enable-deterministic-inference asks for the same sums whatever else is in a batch, "
+        "which decides where experts are computed; drop it",
     ),
     ("enable_torch_compile", False, "--enable-torch-compile is not there yet; drop it"),
     ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),

@@ -4,8 +4,8 @@ import inspect
 import logging
 import os
 import pkgutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.group import BalancedLayers, require_large_batches
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.sglang.checks import (
     check_checkpoint,
@@ -30,6 +30,7 @@ from ultraep_serve.engines.sglang.model import (
     balance,
     complete_outputs,
     expert_layers,
+    largest_batch,
     moe_layers,
     new_dispatcher,
 )
@@ -132,22 +133,35 @@ class _SchedulerHooks:
         """
         if is_cpu() and runner.server_args.ep_size > 1:
             check_checkpoint(runner.model_config)
+        if self._is_to_balance(runner):
+            with self._may_serve_plainly():
+                check_hooked_functions()
+                check_settings(resolving_view(runner.server_args))
+                require_large_batches(self._config, largest_batch())
         original(runner)
         self.loaded(runner)
+
+    def _is_to_balance(self, runner: Any) -> bool:
+        is_off = self._served_plainly or self._config.policy is Policy.OFF
+        return not is_off and not runner.is_draft_worker
+
+    @contextmanager
+    def _may_serve_plainly(self) -> Iterator[None]:
+        """Raise what is refused inside, unless it is to be served plainly."""
+        try:
+            yield
+        except UnsupportedError as error:
+            is_primary = get_parallel().tp_rank == 0
+            refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
+            self._served_plainly = True
 
     def loaded(self, runner: Any) -> None:
         """Take over the experts of ``runner``'s model; a draft model's stay at home."""
         complete_outputs(runner.model)
-        if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
-            try:
-                self._balanced, self._flow = balance(
-                    self._config, runner.model, self._tokens, partial(_check_set_up, runner)
-                )
+        if self._is_to_balance(runner):
+            with self._may_serve_plainly():
+                self._balanced, self._flow = balance(self._config, runner.model, self._tokens)
                 return
-            except UnsupportedError as error:
-                is_primary = get_parallel().tp_rank == 0
-                refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
-                self._served_plainly = True
         check = check_cpu_execution if is_cpu() else check_draft_layer
         if is_cpu() or self._balanced is not None:
             for layer in expert_layers(runner.model):
@@ -249,11 +263,6 @@ def check_hooked_functions() -> None:
     """
     for target, expected in _PARAMETERS.items():
         require_parameters(SGLANG, pkgutil.resolve_name(target), expected)
-
-
-def _check_set_up(runner: Any) -> None:
-    check_hooked_functions()
-    check_settings(resolving_view(runner.server_args))
 
 
 def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:

@@ -6,7 +6,7 @@ SGLang's dispatch and kernels know physical experts already: of global ids, rank
 of the dispatcher balance (``stage``). On CPU dispatcher and experts are of ours (``host``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,22 +49,28 @@ from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_disp
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = ["balance", "complete_outputs", "expert_layers", "moe_layers", "new_dispatcher"]
+__all__ = [
+    "balance",
+    "complete_outputs",
+    "expert_layers",
+    "largest_batch",
+    "moe_layers",
+    "new_dispatcher",
+]
 
 
 def balance(
-    config: BalanceConfig, model: nn.Module, tokens: PrefillTokens, check: Callable[[], None]
+    config: BalanceConfig, model: nn.Module, tokens: PrefillTokens
 ) -> tuple[BalancedLayers, Flow]:
     """Balance ``model``'s layers, whose weights are final; all ranks together.
 
-    Raises UnsupportedError, as ``check`` does where SGLang is set up otherwise, with which SGLang
-    can serve them without balancing, and what ``start_balancing`` raises.
+    Raises UnsupportedError, with which SGLang can serve them without balancing, and what
+    ``start_balancing`` raises.
     """
     parallel = get_parallel()
     ranks, world = parallel.moe_ep_group, parallel.world_group.cpu_group
     group = EngineGroup(ranks.cpu_group, ranks.device_group, world.get_group_store())
     with unanimous(group, config):
-        check()
         loaded = _described(config, model)
     # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
     zero_experts = bool(getattr(getattr(model, "config", None), "zero_expert_num", 0))
@@ -95,7 +101,7 @@ def _described(config: BalanceConfig, model: nn.Module) -> LoadedLayers[FusedMoE
         experts_per_token=first.top_k,
         hidden_size=first.hidden_size,
         dtype=first.params_dtype,
-        largest_batch=_largest_batch(),
+        largest_batch=largest_batch(),
     )
 
 
@@ -198,7 +204,7 @@ def _in_prefill() -> Iterator[None]:
         set_is_extend_in_batch(before)
 
 
-def _largest_batch() -> int | None:
+def largest_batch() -> int | None:
     """Tokens over all ranks that SGLang prefills at once at most; None: it has no such bound."""
     schedule = get_schedule()
     chunk = schedule.chunked_prefill_size

@@ -2,8 +2,9 @@
 
 import torch
 import vllm
+import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
@@ -17,6 +18,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.group import require_large_batches
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.engine import NO_LORA, Requirement, unmet
@@ -28,8 +31,10 @@ __all__ = [
     "check_device_execution",
     "check_engine",
     "check_layer",
+    "check_settings",
     "has_amx",
     "is_primary",
+    "largest_batch",
     "without_experts",
 ]
 
@@ -50,17 +55,6 @@ _CPU_QUANTISED = (
 _CPU_REMEDY = (
     "use an unquantised checkpoint, or one that vLLM computes with "
     f"{', '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
-)
-
-# Of a layer's place among the ranks (FusedMoEParallelConfig).
-_ONE_RANK = (
-    "there is nothing to balance on one rank; add --enable-expert-parallel with "
-    "--tensor-parallel-size or --data-parallel-size of 2 or more"
-)
-_PLACE: tuple[Requirement, ...] = (
-    ("use_ep", True, _ONE_RANK),
-    ("ep_size", lambda size: size != 1, _ONE_RANK),
-    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
 )
 
 # Of a layer, wherever it is computed.
@@ -108,7 +102,22 @@ _ON_GPU: tuple[Requirement, ...] = (
         False,
         "the number of ranks must stay as it is; drop --enable-elastic-ep",
     ),
+    (
+        "parallel_config.enable_fault_tolerance",
+        False,
+        "a rank that is left out would leave the others waiting; drop --enable-fault-tolerance",
+    ),
     ("lora_config", None, NO_LORA),
+    (
+        "offload_config.uva.cpu_offload_gb",
+        0,
+        "offloaded weights cannot be moved; drop --cpu-offload-gb",
+    ),
+    (
+        "offload_config.prefetch.offload_group_size",
+        0,
+        "offloaded weights cannot be moved; drop --offload-group-size",
+    ),
     (
         "model_config",
         lambda model: model is None or not model.enable_sleep_mode,
@@ -125,11 +134,6 @@ _LAYER_ON_GPU: tuple[Requirement, ...] = (
         "expert_map_manager.num_fused_shared_experts",
         0,
         "shared experts fused into the routed ones cannot be moved; do not fuse them",
-    ),
-    (
-        "w13_weight.device.type",
-        lambda kind: kind == current_platform.device_type,
-        "expert weights lie on {value}; drop --cpu-offload-gb",
     ),
 )
 
@@ -180,6 +184,44 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     )
 
 
+def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
+    """Raise UnsupportedError, before anything is loaded, for settings that contradict balancing."""
+    problem = _wrong_ranks_of(vllm_config.parallel_config)
+    if problem is None and envs.VLLM_BATCH_INVARIANT:
+        problem = (
+            "VLLM_BATCH_INVARIANT asks for the same sums whatever else is in a batch, which "
+            "decides where experts are computed; unset it"
+        )
+    if problem is None and not current_platform.is_cpu():
+        problem = unmet(vllm_config, _ON_GPU) or _always_replayed(vllm_config)
+    if problem is not None:
+        raise UnsupportedError(problem)
+    require_large_batches(config, largest_batch(vllm_config))
+
+
+def _wrong_ranks_of(parallel: ParallelConfig) -> str | None:
+    if parallel.tensor_parallel_size * parallel.data_parallel_size < 2:
+        return (
+            "there is nothing to balance on one rank; add --enable-expert-parallel with "
+            "--tensor-parallel-size or --data-parallel-size of 2 or more"
+        )
+    if not parallel.enable_expert_parallel:
+        return (
+            "every rank computes a part of every expert, which leaves nothing to balance; add "
+            "--enable-expert-parallel"
+        )
+    return "--enable-eplb moves the same weights; drop it" if parallel.enable_eplb else None
+
+
+def largest_batch(vllm_config: VllmConfig) -> int:
+    """Tokens over all ranks that vLLM schedules at once at most."""
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    most = int(scheduler.max_num_batched_tokens)
+    if model is not None:
+        most = min(most, scheduler.max_num_seqs * model.max_model_len)
+    return most * int(vllm_config.parallel_config.data_parallel_size)
+
+
 def has_amx() -> bool:
     """Whether this CPU has AMX, and the operating system lets it be used."""
     return bool(torch.cpu._is_amx_tile_supported())
@@ -224,8 +266,6 @@ def check_layer(layer: RoutedExperts) -> None:
         )
     if problem is not None:
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
-    if problem := unmet(layer.moe_config.moe_parallel_config, _PLACE):
-        raise UnsupportedError(problem)
 
 
 def _wrong_class(layer: RoutedExperts) -> str | None:
@@ -275,12 +315,10 @@ def _wrong_ranks(layer: RoutedExperts) -> str | None:
     return None
 
 
-def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> None:
+def check_device_execution(layer: RoutedExperts) -> None:
     """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with replica slots."""
     if problem := (
         unmet(layer, [_PLACEMENT])
-        or unmet(vllm_config, _ON_GPU)
-        or _always_replayed(vllm_config)
         or _wrong_dispatch(layer)
         or _wrong_kernel(layer)
         or unmet(layer, _LAYER_ON_GPU)

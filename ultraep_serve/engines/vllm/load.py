@@ -16,7 +16,12 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
-from ultraep_serve.engines.vllm.checks import check_checkpoint, check_engine, is_primary
+from ultraep_serve.engines.vllm.checks import (
+    check_checkpoint,
+    check_engine,
+    check_settings,
+    is_primary,
+)
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.refusals import repeated_at_exit
@@ -43,8 +48,6 @@ def _load_model(wrapper: WorkerWrapperBase, *args: Any, **named: Any) -> Any:
     vllm_config = wrapper.vllm_config
     with repeated_at_exit():
         config = config_of(vllm_config)
-        if config is not None and vllm_config.parallel_config.enable_expert_parallel:
-            check_checkpoint(vllm_config)
     loaded = wrapper.worker.load_model(*args, **named)
     if config is not None:
         # Only now: after calling the plugins, a vLLM worker scans all loaded modules for Triton
@@ -61,18 +64,23 @@ def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
     """What was asked for in ``vllm_config`` or the environment, where there is something to do.
 
     Raises ConfigError for wrong settings, UnsupportedError for an engine this adapter was not
-    verified with.
+    verified with, and for settings of vLLM's that contradict balancing.
     """
     given = vllm_config.additional_config
     setting = given.get(SETTING) if isinstance(given, Mapping) else None
     config = BalanceConfig.chosen(setting, f"additional_config[{SETTING!r}]")
     if config is None or (config.policy is Policy.OFF and not current_platform.is_cpu()):
         return None  # vLLM's own expert parallelism works on a GPU
+    if vllm_config.parallel_config.enable_expert_parallel:
+        check_checkpoint(vllm_config)
+    is_first = is_primary(vllm_config)
     try:
         told = check_engine(config.on_newer_engine)
+        if config.policy is not Policy.OFF:
+            check_settings(vllm_config, config)
     except UnsupportedError as error:
-        refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))
-        return None
-    if told and is_primary(vllm_config):
+        refuse_or_serve_plainly(error, config, logger, is_primary=is_first)
+        return config.replace(policy=Policy.OFF) if current_platform.is_cpu() else None
+    if told and is_first:
         logger.warning_once("ultraep: %s", told)
     return config

@@ -38,6 +38,7 @@ from ultraep_serve.engines.vllm.checks import (
     check_device_execution,
     check_layer,
     is_primary,
+    largest_batch,
     without_experts,
 )
 from ultraep_serve.engines.vllm.expert_tensors import (
@@ -176,7 +177,7 @@ def _described(
     for layer in layers:
         check_layer(layer)
         if not current_platform.is_cpu():
-            check_device_execution(layer, vllm_config)
+            check_device_execution(layer)
     first, parameters = layers[0], [expert_parameters(layer) for layer in layers]
     parallel, moe = vllm_config.parallel_config, first.moe_config
     return LoadedLayers(
@@ -192,7 +193,7 @@ def _described(
         experts_per_token=first.top_k,
         hidden_size=first.hidden_size,
         dtype=moe.in_dtype,
-        largest_batch=_largest_batch(vllm_config) * moe.dp_size,
+        largest_batch=largest_batch(vllm_config),
     )
 
 
@@ -291,13 +292,6 @@ def _buffers(kernels: Iterable[Any]) -> dict[int, Any]:
     """What ``kernels`` dispatch through, by identity."""
     stages = [kernel.prepare_finalize for kernel in kernels if kernel is not None]
     return {id(stage.buffer): stage.buffer for stage in stages if hasattr(stage, "buffer")}
-
-
-def _largest_batch(vllm_config: VllmConfig) -> int:
-    """Tokens that vLLM schedules at once at most, of each data-parallel rank."""
-    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-    most = int(scheduler.max_num_batched_tokens)
-    return most if model is None else min(most, scheduler.max_num_seqs * model.max_model_len)
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
