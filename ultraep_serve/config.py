@@ -34,6 +34,7 @@ __all__ = [
 # apart.
 SIDECAR_DISTANCE = 700
 _VLLM_PORT = 8000
+_LAST_PORT = 65535
 
 
 def _read_costs(given: object) -> object:
@@ -63,7 +64,7 @@ class SidecarSettings(Settings):
     port: int | None = Field(
         default=None,
         ge=0,
-        le=65535,
+        le=_LAST_PORT,
         description="its port; 0: a free one "
         f"(default: the server's + {SIDECAR_DISTANCE}; {_VLLM_PORT + SIDECAR_DISTANCE} where the "
         "server's is not known)",
@@ -75,8 +76,17 @@ class SidecarSettings(Settings):
     )
 
     def port_beside(self, server: int = _VLLM_PORT) -> int:
-        """The port that was chosen, else the default one beside a server on port ``server``."""
-        return server + SIDECAR_DISTANCE if self.port is None else self.port
+        """The port that was chosen, else the default one beside a server on port ``server``.
+
+        Raises ConfigError where there is none.
+        """
+        port = server + SIDECAR_DISTANCE if self.port is None else self.port
+        if port > _LAST_PORT:
+            raise ConfigError(
+                f"beside a server on port {server} the sidecar has none by default; choose "
+                "--sidecar-port"
+            )
+        return port
 
 
 class BalanceConfig(Settings):

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from files import ROOT
 from manifests import OURS, Pod
 
+from tests.support.engine_flags import run_reader
 from ultraep_serve.cli import serve
+from ultraep_serve.launcher import engine as launcher
 from ultraep_serve.launcher import sglang, vllm
 
 NUM_HOSTS = "2"
@@ -20,7 +23,6 @@ INTERPRETERS = {
     "vllm": Path(sys.executable),
     "sglang": ROOT / ".venv-sglang" / "bin" / "python",
 }
-MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
 
 
 def words(pod: Pod, host: int) -> list[str]:
@@ -61,6 +63,13 @@ def our_flags(line: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for engine in serve.LAUNCHERS:
         serve.add_arguments(engines.add_parser(engine))
     return parser.parse_known_args(line)
+
+
+def read_flags(engine: str, flags: list[str]) -> argparse.Namespace:
+    """What ``engine`` makes of ``flags``, of which the model may be the first."""
+    words = flags if flags[0].startswith("-") else ["--model", *flags]
+    with patch.object(launcher, "run_reader", run_reader):
+        return launcher.read_flags(engine, words)
 
 
 def named(line: list[str]) -> dict[str, str]:

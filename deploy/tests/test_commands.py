@@ -9,10 +9,10 @@ import pytest
 from commands import (
     ENGINES,
     INTERPRETERS,
-    MODEL_FLAG,
     accepts,
     check_parallelism,
     our_flags,
+    read_flags,
     words,
 )
 from files import COMPOSE, DEPLOY, read_yaml, run
@@ -27,7 +27,7 @@ SERVER = {"vllm": ["vllm", "serve"], "sglang": ["python3", "-m", "sglang.launch_
 def server_flags(line: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     """Ours and the engine's flags of a command that starts a server."""
     ours, flags = our_flags(line)
-    return ours, ENGINES[line[0]].parse_engine_flags(flags)
+    return ours, read_flags(line[0], flags)
 
 
 def check_balanced(ours: argparse.Namespace) -> None:
@@ -42,8 +42,7 @@ def engine_lines(engine: str) -> list[list[str]]:
         for pod in pods(built(path)):
             line = words(pod, host=int(pod.role == "worker"))
             if line[0] == engine and line[:2] != SERVER["vllm"]:
-                ours, flags = our_flags(line)
-                lines.append([MODEL_FLAG[engine], ours.model, *flags])
+                lines.append(["--model", *our_flags(line)[1]])
             elif line[: len(SERVER[engine])] == SERVER[engine]:
                 lines.append(line[len(SERVER[engine]) :])
     return lines
@@ -52,7 +51,7 @@ def engine_lines(engine: str) -> list[list[str]]:
 def test_compose_starts_a_balanced_server_with_its_sidecar() -> None:
     ours, flags = server_flags(read_yaml(COMPOSE)["services"]["engine"]["command"])
     check_balanced(ours)
-    assert (ours.model, flags.host, flags.port) == ("/models/model", "0.0.0.0", 8000)
+    assert (flags.model, flags.host, flags.port) == ("/models/model", "0.0.0.0", 8000)
     check_parallelism("vllm", flags)
     targets = read_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
     addresses = [target for job in targets for target in job["static_configs"][0]["targets"]]

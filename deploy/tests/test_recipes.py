@@ -12,7 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from commands import ENGINES, INTERPRETERS, accepts, check_parallelism
+from commands import ENGINES, INTERPRETERS, accepts, check_parallelism, read_flags
 from files import BIN, DEPLOY, run
 from manifests import only
 from recipes import Start, as_flags, blocks, commands, starts, values
@@ -97,7 +97,7 @@ def test_vllms_load_generator_takes_its_flags() -> None:
 def test_every_engine_is_asked_to_balance_and_can(start: Start) -> None:
     config = config_of(start)
     assert config.policy is Policy.QUOTA
-    flags = ENGINES[start.engine].parse_engine_flags(start.flags)
+    flags = read_flags(start.engine, start.flags)
     check_parallelism(start.engine, flags)
     if start.ports:
         assert config.sidecar is not None
@@ -111,7 +111,7 @@ def test_nothing_is_missing_that_the_launcher_would_add(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = ENGINES[start.engine]
-    flags = launch.parse_engine_flags(start.flags)
+    flags = read_flags(start.engine, start.flags)
     if start.engine == "sglang" and not is_for_cpu(start):
         assert launch._gpu_flags(flags, Policy.QUOTA) == []
     if not is_for_cpu(start):

@@ -8,10 +8,8 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
-from commands import check_parallelism, our_flags
+from commands import check_parallelism, our_flags, read_flags
 from files import DEPLOY
-
-from ultraep_serve.launcher import vllm
 
 UNIT = DEPLOY / "systemd" / "ultraep-serve.service"
 
@@ -41,5 +39,5 @@ def test_the_unit_starts_a_balanced_server_again_when_it_ends() -> None:
     assert Path(program).name == "ultraep-serve"
     _, flags = our_flags(line)
     assert line[0] == "vllm"
-    check_parallelism("vllm", vllm.parse_engine_flags(flags))
+    check_parallelism("vllm", read_flags("vllm", flags))
     assert service["Restart"] == "always"  # engines may end with status 0 when a rank is lost

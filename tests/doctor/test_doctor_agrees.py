@@ -25,7 +25,8 @@ GOOD = [
     "vllm MODEL -dp 8 -dpl 2 -dpr 2 -ep --headless --port TAKEN",
     "vllm MODEL -tp 2 -pp 2 -ep --port PORT",
     "vllm MODEL --tensor_parallel_size=2 --enable_expert_parallel --port PORT",
-    "vllm MODEL --config engine.yaml --port PORT",
+    "vllm --model MODEL --config YAML --port PORT",
+    "sglang --model-path MODEL --config SGLANG --device cpu --port PORT",
     "vllm MODEL -tp 2 -ep --port PORT --sidecar-port 0",
     "vllm MODEL -tp 2 -ep --port NEXT --no-sidecar",
     "vllm MODEL -tp 2 -ep --port NEXT --policy off",
@@ -61,7 +62,7 @@ BAD = [  # and words that both say
     ("vllm QUANTISED -tp 2 -ep --port PORT", "AMX; use an unquantised checkpoint"),
     ("sglang QUANTISED --tp 2 --ep 2 --device cpu", "; use an unquantised checkpoint"),
     (
-        "vllm MODEL -tp 2 -ep --expert-placement-strategy x --port PORT",
+        "vllm MODEL -tp 2 -ep --expert-placement-strategy round_robin --port PORT",
         "use --expert-placement-strategy linear",
     ),
     ("sglang MODEL --tp 2 --ep 2 --pp-size 2 --device cpu", "use --pp-size 1"),
@@ -77,6 +78,23 @@ BAD = [  # and words that both say
     ("vllm MODEL -tp 2 -ep --port PORT --policy best", "must be 'off', 'quota' or 'ideal'"),
     ("vllm MODEL -tp 2 -ep --port PORT --policy ideal", "add --allow-ideal"),
     ("vllm MODEL -tp two -ep --port PORT", "invalid int value: 'two'"),
+    ("vllm MODEL -tp 2 -ep --no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("vllm MODEL --config YAML --enable-eplb --port PORT", "--enable-eplb moves the same weights"),
+    ("vllm -tp 2 -ep --port PORT", "name a model: ultraep-serve vllm MODEL"),
+    ("vllm -tp 2 -ep MODEL --port PORT", "follows flags; name the model first"),
+    ("sglang --tp-size 2 --ep-size 2", "arguments are required: --model-path"),
+    ("sglang MODEL --tp-size -2 --ep-size -2 --device cpu", "must be 1 or more"),
+    ("vllm MODEL -tp 2 -ep --nnodes 4 --port PORT", "2 ranks do not divide evenly over --nnodes 4"),
+    ("sglang MODEL --tp 2 --ep 2 --nnodes 4 --device cpu", "do not divide evenly over --nnodes 4"),
+    ("vllm MODEL -tp 2 -ep --max-num-batched-tokens 128 --port PORT", "--min-batch-tokens 128 or"),
+    (
+        "sglang MODEL --tp 2 --ep 2 --chunked-prefill-size 128 --device cpu --port PORT",
+        "choose --min-batch-tokens 128 or less",
+    ),
+    ("vllm MODEL -tp 2 -ep --port PORT --sidecar-port PORT", "choose another --sidecar-port"),
+    ("vllm MODEL -tp 2 -ep --port 65000", "beside a server on port 65000 the sidecar has none"),
+    ("vllm MODEL -tp 2 -ep --port PORT --host nosuch.invalid", "choose another --host"),
+    ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host nosuch.x", "choose another --sidecar-host"),
     ("vllm MODEL -pp 2 -ep --port PORT", "add --tensor-parallel-size 2"),
     ("sglang MODEL --device cpu --port PORT", "add --tp-size 2 --ep-size 2"),
     ("sglang MODEL --tp 2 --ep 2 --enable-waterfill --device cpu", "--enable-waterfill"),
@@ -98,7 +116,12 @@ def models(tmp_path: Path) -> dict[str, str]:
     for name, text in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
-    return {name: str(tmp_path / name) for name in configs}
+    flags = {"YAML": "tensor-parallel-size: 2\nenable-expert-parallel: true\n",
+             "SGLANG": "tp-size: 2\nep-size: 2\n"}  # fmt: skip
+    for name, text in flags.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    files = {name: str(tmp_path / f"{name}.yaml") for name in flags}
+    return files | {name: str(tmp_path / name) for name in configs}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,10 +31,13 @@ with warnings.catch_warnings():
 
     from ultraep_serve.engines.sglang import checks, hooks, model, plugin, quantised
 
+from tests.support.engine_flags import run_reader
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher import engine
 from ultraep_serve.launcher import sglang as launcher
+from ultraep_serve.launcher.engine import EngineCommand
 from ultraep_serve.types import Policy
 
 FP8 = Fp8Config(
@@ -182,9 +186,8 @@ def test_a_hooked_function_with_other_parameters_is_refused_by_name(
         hooks.check_hooked_functions()
 
 
-def test_every_setting_that_is_judged_and_every_flag_that_is_read_is_sglangs() -> None:
+def test_every_setting_that_is_judged_is_sglangs() -> None:
     judged = {name for name, _, _ in (*launcher.ANYWHERE, *launcher.ON_CPU, *checks._ON_GPU)}
-    judged |= vars(launcher.parse_engine_flags([])).keys() - {"config"}  # of its parser alone
     assert judged <= set(POSITIONAL_FIELD_ORDER)
 
 
@@ -265,6 +268,13 @@ def test_tensors_outside_sglangs_rule_are_refused(as_parameter: bool) -> None:
 # Starting
 
 
+def engine_command(flags: list[str], policy: Policy) -> EngineCommand:
+    words = ["--model", "some/model", *flags]
+    with patch.object(engine, "run_reader", run_reader):
+        parsed = engine.read_flags("sglang", words)
+    return launcher.engine_command(parsed, words, BalanceConfig(policy=policy))
+
+
 @pytest.mark.parametrize(
     ("flags", "added"),
     [
@@ -276,15 +286,13 @@ def test_tensors_outside_sglangs_rule_are_refused(as_parameter: bool) -> None:
 def test_server_is_started_with_what_balancing_needs(flags: list[str], added: list[str]) -> None:
     ranks = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
     for policy, expected in ((Policy.QUOTA, added), (Policy.OFF, [])):
-        command = launcher.engine_command(
-            "some/model", [*ranks, *flags], BalanceConfig(policy=policy)
-        )
+        command = engine_command([*ranks, *flags], policy)
         assert command.arguments[-len([*ranks, *flags, *expected]) :] == [*ranks, *flags, *expected]
 
 
 def test_without_deepep_the_expert_ranks_must_be_given() -> None:
     with pytest.raises(UnsupportedError, match="--ep-size 1 below --tp-size 4"):
-        launcher.engine_command("m", ["--device", "cuda", "--tp-size", "4"], BalanceConfig())
+        engine_command(["--device", "cuda", "--tp-size", "4"], Policy.QUOTA)
 
 
 def test_its_tuned_kernels_are_found_for_experts_and_slots(

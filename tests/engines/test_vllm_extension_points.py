@@ -34,7 +34,6 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import versions
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.launcher.vllm import parse_engine_flags
 from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy, TokenView
 
@@ -208,7 +207,7 @@ def test_vllm_loads_plugins_of_the_group_that_we_register_in() -> None:
     assert versions._GROUPS["vLLM"] == DEFAULT_PLUGINS_GROUP
 
 
-def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(
+def test_ranks_without_a_server_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Any] = []
@@ -222,8 +221,5 @@ def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(
     headless.main()
     (theirs,) = started
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    ours = vars(parse_engine_flags(flags))
     assert theirs.model == "m"
-    ours |= {"host": None, "kv_cache_memory_bytes": int(ours["kv_cache_memory_bytes"])}
-    ours["gpu_memory_utilization"] = float(ours["gpu_memory_utilization"])
-    assert ours == {name: getattr(theirs, name) for name in ours}
+    assert (theirs.headless, theirs.data_parallel_size_local) == (True, 2)

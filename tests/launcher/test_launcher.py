@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.support.engine_flags import run_reader
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig
 from ultraep_serve.system.environment import CONFIG_VARIABLE
@@ -25,8 +26,9 @@ Become = Callable[..., tuple[list[str], BalanceConfig]]
 @pytest.fixture
 def become(monkeypatch: pytest.MonkeyPatch) -> Become:
     """What a command becomes: its arguments, and the settings that the engine gets."""
-    for module in (serve.vllm, serve.sglang):
+    for module in (serve, serve.sglang):
         monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve.engine, "run_reader", run_reader)
     monkeypatch.setenv(CONFIG_VARIABLE, '{"slots": 7}')  # which has no effect here
 
     def execute(_: str, *started: object) -> NoReturn:
@@ -42,7 +44,7 @@ def become(monkeypatch: pytest.MonkeyPatch) -> Become:
         if engine == "sglang":
             return words, BalanceConfig.from_json(environment[CONFIG_VARIABLE])
         assert CONFIG_VARIABLE not in environment
-        given = json.loads(words[words.index("--additional-config") + 1])
+        given = json.loads(words[-1])
         return words, BalanceConfig(**given["ultraep"])
 
     return become
@@ -51,11 +53,12 @@ def become(monkeypatch: pytest.MonkeyPatch) -> Become:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_it_becomes_the_engines_own_server_with_our_setting(engine: str, become: Become) -> None:
     port = free_port()
-    words, config = become(engine, "--port", str(port), "--slots", "3", "--seed", "5")
+    seed = {"vllm": "--seed", "sglang": "--random-seed"}[engine]
+    words, config = become(engine, "--port", str(port), "--slots", "3", seed, "5")
     program = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
     assert words[1:3] == ["-m", program[engine]]
-    own = [*TWO_RANKS[engine], "--port", str(port), "--seed", "5"]
-    assert words[5 : 5 + len(own)] == own
+    own = ["--model", "m", *TWO_RANKS[engine], "--port", str(port), seed, "5"]
+    assert words[3 : 3 + len(own)] == own
     assert config.slots == 3
     assert config.sidecar is not None
     assert config.sidecar.port == port + SIDECAR_DISTANCE
@@ -64,8 +67,7 @@ def test_it_becomes_the_engines_own_server_with_our_setting(engine: str, become:
 def test_settings_of_others_stay(become: Become) -> None:
     given = ["--additional-config", '{"another": {"a": 1}}', "--seed", "5"]
     words, config = become("vllm", "--port", str(free_port()), *given)
-    assert words.count("--additional-config") == 1
-    assert json.loads(words[-1])["another"] == {"a": 1}
+    assert json.loads(words[-1])["another"] == {"a": 1}  # the last one counts
     assert config == BalanceConfig(sidecar=config.sidecar)
 
 
@@ -73,14 +75,14 @@ def test_settings_of_others_stay(become: Become) -> None:
     ("given", "message"),
     [
         (["--additional-config", '{"ultraep": {}}'], "which are flags of this command"),
-        (["--additional_config", "{"], "--additional-config is not JSON"),
+        (["--additional_config", "{"], "--additional-config is not a JSON object"),
         (["--additional-config.another.a", "1"], "write --additional-config '{...}'"),
     ],
 )
 def test_settings_that_cannot_be_joined_are_refused(
     given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(serve.vllm, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve.engine, "run_reader", run_reader)
     words = ["vllm", "m", *TWO_RANKS["vllm"], "--port", str(free_port()), *given]
     assert main(words) == 2
     assert message in capsys.readouterr().err
@@ -103,10 +105,13 @@ def test_a_wrong_file_of_settings_starts_nothing(
 
 
 BECOMES = """
-import os, sys
+import argparse, os, sys
 from ultraep_serve.cli import main, serve
 from ultraep_serve.launcher.engine import EngineCommand
 code = "import os; print(os.getpid(), os.environ['GIVEN'])"
+parsed = argparse.Namespace(model="m", port=8000)
+serve.engine.read_flags = lambda *_: parsed
+serve.find_spec = lambda name: name
 serve.vllm.engine_command = lambda *_: EngineCommand(
     [sys.executable, "-c", code], {**os.environ, "GIVEN": "x"}, None, ("cores 0-1",)
 )

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engine_flags import run_reader
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.launcher import vllm
-from ultraep_serve.launcher.vllm import count_ranks, engine_command, parse_engine_flags
+from ultraep_serve.launcher import engine, vllm
+from ultraep_serve.launcher.engine import EngineCommand, read_flags
+from ultraep_serve.launcher.vllm import count_ranks
 from ultraep_serve.system import gpu_packages
 from ultraep_serve.types import Policy
 
@@ -19,7 +21,7 @@ TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 
 @pytest.fixture(autouse=True)
 def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "find_spec", lambda name: name)
+    monkeypatch.setattr(engine, "run_reader", run_reader)
     monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [])
 
 
@@ -32,6 +34,11 @@ def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoint(path: Path, **config: object) -> str:
     (path / "config.json").write_text(json.dumps(config))
     return str(path)
+
+
+def engine_command(model: str, flags: list[str], config: BalanceConfig) -> EngineCommand:
+    words = ["--model", model, *flags]
+    return vllm.engine_command(read_flags("vllm", words), words, config)
 
 
 DATA_PARALLEL = ["-dp", "8", "--enable-expert-parallel"]
@@ -48,7 +55,7 @@ DATA_PARALLEL = ["-dp", "8", "--enable-expert-parallel"]
     ],
 )
 def test_ranks_of_this_host_are_counted(flags: list[str], ranks_here: int) -> None:
-    assert count_ranks(parse_engine_flags(flags)).here == ranks_here
+    assert count_ranks(read_flags("vllm", flags)).here == ranks_here
 
 
 def test_a_host_without_a_server_runs_ranks_alone() -> None:

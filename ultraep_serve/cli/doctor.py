@@ -94,20 +94,17 @@ def _served(command: list[str]) -> Subject:
     ours, flags = parser.parse_known_args(command)
     ours.engine_flags = flags
     config, sidecar = given_settings(ours, "sidecar-")
-    launch = serve.LAUNCHERS[ours.command]
-    parsed = launch.parse_engine_flags(flags)
+    parsed, launch = serve.read_flags(ours), serve.LAUNCHERS[ours.command]
     refusal = ""
     try:
-        serve.checked_command(ours, config, sidecar)
+        serve.checked_command(ours, parsed, config, sidecar)
     except UltraEPError as error:
         refusal = str(error)
-    # Of a model that is not here nothing is known; nor of ranks where the engine reads its flags
-    # from a file of its own.
-    is_known = os.path.isdir(ours.model) and config.policy is not Policy.OFF and not parsed.config
+    is_known = os.path.isdir(parsed.model) and config.policy is not Policy.OFF
     return Subject(
         config=config,
         ranks=launch.count_ranks(parsed),
-        model=ours.model if is_known and not refusal else None,
+        model=parsed.model if is_known and not refusal else None,
         micro_batches=launch.count_micro_batches(parsed),
         port=parsed.port,
         refusal=refusal,

@@ -1,23 +1,24 @@
 """What launchers share, with adapters and doctor: commands, ranks, what is required of settings."""
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.guard import PLUGIN, left_out
-from ultraep_serve.system.files import read_object
+from ultraep_serve.system.files import parse_object, read_object
 
 __all__ = [
     "NO_LORA",
     "EngineCommand",
-    "EngineFlags",
     "RankCount",
     "Requirement",
     "allocator",
@@ -27,6 +28,9 @@ __all__ = [
     "check_plugin",
     "count_experts",
     "experts_of",
+    "rank_count",
+    "read_flags",
+    "require_large_batches",
     "unmet",
 ]
 
@@ -49,14 +53,6 @@ class EngineCommand:
     said: Sequence[str] = ()  # what was chosen for the user, a line each
 
 
-class EngineFlags(argparse.ArgumentParser):
-    """The few flags of an engine that are read before it starts."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        raise ConfigError(message)
-
-
 class RankCount(NamedTuple):
     """How many ranks a server's flags ask for."""
 
@@ -69,6 +65,54 @@ class RankCount(NamedTuple):
     def in_stage(self) -> int:
         """R, the ranks of one pipeline stage."""
         return self.total // self.stages
+
+
+def read_flags(engine: str, flags: Sequence[str]) -> argparse.Namespace:
+    """What the parser of ``engine`` ("vllm" or "sglang") makes of its ``flags``; ``model`` too.
+
+    In a process of its own, because engines take seconds to import. Raises ConfigError.
+    """
+    done = run_reader([f"ultraep_serve.engines.{engine}.flags", *flags])
+    if done.returncode or not done.stdout.strip():
+        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        raise ConfigError(f"{engine} cannot read its flags: {last.partition('error: ')[2] or last}")
+    return argparse.Namespace(**parse_object(done.stdout.splitlines()[-1], f"what {engine} reads"))
+
+
+def run_reader(module: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a module of Python, and its arguments, to its end."""
+    command = [sys.executable, "-m", *module]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+
+
+def rank_count(total: int, hosts: int, stages: int = 1, here: int | None = None) -> RankCount:
+    """How ``total`` ranks lie on ``hosts``, of which this one has ``here``; None: its equal share.
+
+    Raises ConfigError.
+    """
+    if total < 1 or hosts < 1 or stages < 1:
+        raise ConfigError("sizes of parallelism and numbers of hosts must be 1 or more")
+    if here is None:
+        if total % hosts:
+            raise ConfigError(
+                f"{total} ranks do not divide evenly over --nnodes {hosts}; choose a number of "
+                "hosts that divides them"
+            )
+        here = total // hosts
+    return RankCount(total, here, stages, max(1, here // stages))
+
+
+def require_large_batches(config: BalanceConfig, largest_batch: int | None) -> None:
+    """Raise UnsupportedError where even the largest batch is left alone, as decode is.
+
+    It has ``largest_batch`` tokens over all ranks; None: the engine sets no bound.
+    """
+    if largest_batch is not None and largest_batch < config.min_batch_tokens:
+        raise UnsupportedError(
+            f"no batch has --min-batch-tokens {config.min_batch_tokens} tokens: the largest that "
+            f"the engine schedules has {largest_batch} over all ranks; choose --min-batch-tokens "
+            f"{largest_batch} or less"
+        )
 
 
 def unmet(subject: object, requirements: Iterable[Requirement]) -> str | None:
@@ -118,12 +162,11 @@ def check_cpu_experts(model: str, quantization: str | None, needed: str) -> None
         raise UnsupportedError(f"quantised experts need {needed}; {remedy}", otherwise="")
 
 
-def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int | None) -> None:
+def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int) -> None:
     """Refuse a local checkpoint that names no experts, or none that divide evenly over ranks.
 
-    ``num_ranks`` None: not known before the engine has read its own file of flags. A model that is
-    not local is checked when it is loaded. Raises UnsupportedError, and ConfigError where its
-    configuration cannot be read.
+    A model that is not local is checked when it is loaded. Raises UnsupportedError, and ConfigError
+    where its configuration cannot be read.
     """
     found = _configuration(model)
     if found is None:
@@ -135,7 +178,7 @@ def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int
             f"serve it with --policy off, or with {engine} itself",
             otherwise="",
         )
-    if num_ranks and experts % num_ranks and config.on_unsupported == "error":
+    if experts % num_ranks and config.on_unsupported == "error":
         raise UnsupportedError(
             f"{experts} experts do not divide evenly over {num_ranks} ranks; choose a number of "
             "ranks that divides them",

@@ -12,7 +12,6 @@ from ultraep_serve.launcher.cores import cores_of_ranks
 from ultraep_serve.launcher.engine import (
     NO_LORA,
     EngineCommand,
-    EngineFlags,
     RankCount,
     Requirement,
     allocator,
@@ -20,6 +19,8 @@ from ultraep_serve.launcher.engine import (
     check_experts,
     check_model,
     check_plugin,
+    rank_count,
+    require_large_batches,
     unmet,
 )
 from ultraep_serve.system.environment import child_environment
@@ -29,101 +30,75 @@ from ultraep_serve.types import Policy
 __all__ = [
     "ANYWHERE",
     "DEFAULT_PORT",
+    "MISSING",
     "ON_CPU",
     "count_micro_batches",
     "count_ranks",
     "engine_command",
-    "parse_engine_flags",
 ]
 
 DEFAULT_PORT = 30000
+MISSING = (
+    "SGLang is not installed here; pip install '.[sglang]' in a checkout, or for CPU run "
+    "deploy/setup_sglang_cpu.py"
+)
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
 _GROUP = "sglang.srt.plugins"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
-_WITH_A_VALUE = """device attention-backend max-total-tokens ep-dispatch-algorithm cuda-graph-config
-    cuda-graph-backend-prefill disaggregation-mode dllm-algorithm quantization config"""
-_SWITCHES = """disable-cuda-graph disable-prefill-cuda-graph disable-shared-experts-fusion
-    enforce-shared-experts-fusion enable-eplb enable-waterfill enable-lora enable-two-batch-overlap
-    enable-torch-compile enable-deterministic-inference"""
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
-def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
-    """The few of SGLang's own flags that matter for starting; None where the user chose nothing."""
-    parser = EngineFlags(add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
-    parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
-    parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
-    parser.add_argument("--attn-dp-size", type=int, default=1)
-    parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--moe-a2a-backend", default="none")
-    parser.add_argument("--lora-paths", nargs="*")
-    parser.add_argument("--ep-num-redundant-experts", type=int, default=0)
-    parser.add_argument("--init-expert-location", default="trivial")
-    parser.add_argument("--startup-weight-load-mode", default="serial")
-    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
-    for name in _WITH_A_VALUE.split():
-        parser.add_argument(f"--{name}")
-    for name in _SWITCHES.split():
-        parser.add_argument(f"--{name}", action="store_true")
-    return parser.parse_known_args(flags)[0]
-
-
-def engine_command(model: str, flags: list[str], config: BalanceConfig) -> EngineCommand:
-    """Command and environment that serve ``model`` with SGLang's own ``flags``, and ``config``.
+def engine_command(
+    parsed: argparse.Namespace, flags: list[str], config: BalanceConfig
+) -> EngineCommand:
+    """Command and environment that serve with SGLang's ``flags``, as ``parsed``, and ``config``.
 
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
     """
-    if find_spec("sglang") is None:
-        raise ConfigError(
-            "SGLang is not installed here; pip install '.[sglang]' in a checkout, or for CPU run "
-            "deploy/setup_sglang_cpu.py"
-        )
-    parsed = parse_engine_flags(flags)
     on_cpu = _is_for_cpu(parsed)
-    _check(model, parsed, config, on_cpu)
+    _check(parsed, config, on_cpu)
     environment, said = _on_cpu(parsed) if on_cpu else ({}, [])
     if config.policy is not Policy.OFF and not on_cpu:
         said = require_fit_packages("sglang")
-    if os.path.isdir(model):
+    if os.path.isdir(parsed.model):
         environment["HF_HUB_OFFLINE"] = "1"
     more = _cpu_flags(parsed) if on_cpu else _gpu_flags(parsed, config.policy)
     program = [sys.executable, "-m", "sglang.launch_server"]
     return EngineCommand(
-        arguments=[*program, "--model-path", model, *flags, *more],
+        arguments=[*program, *flags, *more],
         environment=child_environment(config.to_json(), environment),
         address=(parsed.host, parsed.port),  # hosts without a server answer there too
         said=said,
     )
 
 
-def _check(model: str, parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> None:
+def _check(parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> None:
     if on_cpu and (missing := [name for name in _NEEDED_ON_CPU if find_spec(name) is None]):
         raise ConfigError(
             f"SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
             "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
         )
-    check_model(model)
+    check_model(parsed.model)
     if on_cpu and parsed.ep_size > 1:
-        check_cpu_experts(model, parsed.quantization, "a GPU")
+        check_cpu_experts(parsed.model, parsed.quantization, "a GPU")
     if config.policy is Policy.OFF:
         return
     check_plugin("sglang", _GROUP)
-    check_experts(model, "SGLang", config, None if parsed.config else parsed.tp_size)
-    if not parsed.config:
-        _check_parallelism(parsed)
+    check_experts(parsed.model, "SGLang", config, count_ranks(parsed).total)
+    _check_parallelism(parsed)
     lora = ("lora_paths", None, f"{NO_LORA} and --lora-paths")
     problem = unmet(parsed, [*ANYWHERE, *(ON_CPU if on_cpu else ()), lora])
-    if problem and config.on_unsupported == "error":
-        raise UnsupportedError(problem, otherwise=POLICY_OFF)
+    if config.on_unsupported == "error":
+        if problem:
+            raise UnsupportedError(problem, otherwise=POLICY_OFF)
+        chunk = parsed.chunked_prefill_size or 0
+        if chunk > 0 and not parsed.enable_mixed_chunk:  # which adds tokens of decode
+            require_large_batches(config, chunk * parsed.attn_dp_size)
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
     """The ranks that ``parsed`` flags ask for, and those this host gets, as SGLang divides them."""
-    here = max(1, parsed.tp_size // max(1, parsed.nnodes))
-    return RankCount(parsed.tp_size, here, stages=1, in_stage_here=here)
+    return rank_count(parsed.tp_size, parsed.nnodes)
 
 
 def count_micro_batches(parsed: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
@@ -13,7 +12,6 @@ from ultraep_serve.launcher.cores import cores_of_ranks
 from ultraep_serve.launcher.engine import (
     NO_LORA,
     EngineCommand,
-    EngineFlags,
     RankCount,
     Requirement,
     allocator,
@@ -21,24 +19,26 @@ from ultraep_serve.launcher.engine import (
     check_experts,
     check_model,
     check_plugin,
+    rank_count,
+    require_large_batches,
     unmet,
 )
 from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.environment import child_environment, engine_variable
-from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.system.machine import available_memory, has_amx
 from ultraep_serve.types import Policy
 
 __all__ = [
     "DEFAULT_PORT",
+    "MISSING",
     "count_micro_batches",
     "count_ranks",
     "engine_command",
-    "parse_engine_flags",
 ]
 
 DEFAULT_PORT = 8000
+MISSING = "vLLM is not installed here; pip install '.[vllm]' in a checkout"
 _GROUP = "vllm.general_plugins"  # of entry points
 _HEADLESS = "ultraep_serve.engines.vllm.headless"
 _ADDITIONAL = "--additional-config"
@@ -46,66 +46,33 @@ _CACHE = "--kv-cache-memory-bytes"
 _CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
-    """The few of vLLM's own flags that matter for starting, or that are refused."""
-    parser = EngineFlags(add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", default="0.0.0.0")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
-    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
-    parser.add_argument("--data-parallel-size-local", "-dpl", type=int)
-    parser.add_argument("--data-parallel-rank", "-dpn", type=int)
-    parser.add_argument("--data-parallel-multi-port-external-lb", action="store_true")
-    parser.add_argument("--nnodes", "-n", type=int, default=1)
-    parser.add_argument("--headless", action="store_true")
-    parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
-    parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--enable-lora", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--expert-placement-strategy", default="linear")
-    parser.add_argument("--quantization", "-q")
-    parser.add_argument("--enable-dbo", action="store_true")
-    parser.add_argument("--ubatch-size", type=int, default=0)
-    parser.add_argument("--kv-cache-memory-bytes")
-    parser.add_argument("--gpu-memory-utilization")
-    parser.add_argument("--config")
-    return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
-
-
-def _with_dashes(flag: str) -> str:
-    """Spell ``flag`` with dashes: vLLM takes underscores in their place."""
-    name, equals, value = flag.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else flag
-
-
-def engine_command(model: str, flags: list[str], config: BalanceConfig) -> EngineCommand:
-    """Command and environment that serve ``model`` with vLLM's own ``flags``, and ``config``.
+def engine_command(
+    parsed: argparse.Namespace, flags: list[str], config: BalanceConfig
+) -> EngineCommand:
+    """Command and environment that serve with vLLM's own ``flags``, as ``parsed``, and ``config``.
 
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
     """
-    if find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed here; pip install '.[vllm]' in a checkout")
-    parsed = parse_engine_flags(flags)
     ranks = count_ranks(parsed)
-    _check(model, parsed, ranks, config)
+    _check(parsed, ranks, config)
     # where this host has the server alone, no rank computes here
     on_cpu = _is_cpu_build() and ranks.here
     more, environment, said = _on_cpu(parsed, ranks.here) if on_cpu else ([], {}, [])
     if config.policy is not Policy.OFF and not _is_cpu_build():
         said = require_fit_packages("vllm")
-    if os.path.isdir(model):
+    if os.path.isdir(parsed.model):
         environment["HF_HUB_OFFLINE"] = "1"
     program = _HEADLESS if parsed.headless else "vllm.entrypoints.openai.api_server"
-    flags = _with_setting([*flags, *more], config)
+    own = [*flags, *more, _ADDITIONAL, _setting(parsed, flags, config)]
     return EngineCommand(
-        arguments=[sys.executable, "-m", program, "--model", model, *flags],
+        arguments=[sys.executable, "-m", program, *own],
         environment=child_environment(None, environment),
-        address=None if parsed.headless else (parsed.host, parsed.port),
+        address=None if parsed.headless else (parsed.host or "0.0.0.0", parsed.port),
         said=said,
     )
 
 
-def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) -> None:
+def _check(parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) -> None:
     if parsed.data_parallel_multi_port_external_lb:
         raise UnsupportedError(
             "with --data-parallel-multi-port-external-lb every rank has a server and a port of its "
@@ -113,7 +80,7 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
             """--additional-config '{"ultraep": {"sidecar": {}}}'""",
             otherwise="",
         )
-    check_model(model)
+    check_model(parsed.model)
     if _is_cpu_build() and parsed.enable_expert_parallel:
         if parsed.enable_lora:
             raise UnsupportedError(NO_LORA, otherwise="")
@@ -123,35 +90,34 @@ def _check(model: str, parsed: argparse.Namespace, ranks: RankCount, config: Bal
                 otherwise="",
             )
         if not has_amx():
-            check_cpu_experts(model, parsed.quantization, "a CPU with AMX")
+            check_cpu_experts(parsed.model, parsed.quantization, "a CPU with AMX")
     if config.policy is Policy.OFF:
         return
     check_plugin("vllm", _GROUP)
-    check_experts(model, "vLLM", config, None if parsed.config else ranks.in_stage)
-    if not parsed.config:
-        _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
-    if config.on_unsupported == "error" and (problem := unmet(parsed, _CONFLICTS)):
-        raise UnsupportedError(problem, otherwise=POLICY_OFF)
+    check_experts(parsed.model, "vLLM", config, ranks.in_stage)
+    _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+    if config.on_unsupported == "error":
+        if problem := unmet(parsed, _CONFLICTS):
+            raise UnsupportedError(problem, otherwise=POLICY_OFF)
+        if parsed.max_num_batched_tokens:
+            most = parsed.max_num_batched_tokens * parsed.data_parallel_size
+            require_large_batches(config, most)
 
 
-def _with_setting(flags: list[str], config: BalanceConfig) -> list[str]:
-    """``flags`` with our settings among those in vLLM's setting for plug-ins."""
-    if any(flag.startswith(f"{_ADDITIONAL}.") for flag in map(_with_dashes, flags)):
+def _setting(parsed: argparse.Namespace, flags: list[str], config: BalanceConfig) -> str:
+    """Our settings among those in vLLM's setting for plug-ins, which replaces earlier ones."""
+    if any(flag.replace("_", "-").startswith(f"{_ADDITIONAL}.") for flag in flags):
         raise ConfigError(f"{_ADDITIONAL}.KEY is not understood; write {_ADDITIONAL} '{{...}}'")
-    parser = EngineFlags(add_help=False, allow_abbrev=False)
-    parser.add_argument(_ADDITIONAL, "--additional_config", dest="given", default="{}")
-    parsed, others = parser.parse_known_args(flags)
-    given = parse_object(parsed.given, _ADDITIONAL)
+    given = parsed.additional_config or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{_ADDITIONAL} is not a JSON object")
     if SETTING in given:
         raise ConfigError(
             f"{_ADDITIONAL} holds settings of {SETTING!r}, which are flags of this command; use "
             "them, or start vLLM itself"
         )
-    return [
-        *others,
-        _ADDITIONAL,
-        json.dumps({**given, SETTING: config.model_dump(mode="json", exclude_defaults=True)}),
-    ]
+    own = config.model_dump(mode="json", exclude_defaults=True)
+    return json.dumps({**given, SETTING: own})
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
@@ -159,22 +125,20 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
 
     Ranks of a pipeline stage follow each other in each data-parallel replica.
     """
-    tensor, stages = int(parsed.tensor_parallel_size), max(1, int(parsed.pipeline_parallel_size))
-    size = tensor * stages
-    total = size * int(parsed.data_parallel_size)
+    tensor, stages = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
+    size, here = tensor * stages, None
     if parsed.data_parallel_rank is not None:
         here = size
     elif parsed.data_parallel_size_local is not None:
-        here = size * int(parsed.data_parallel_size_local)
-    else:
-        here = max(1, total // max(1, parsed.nnodes))
-    in_stage_here = here // stages if here >= size else min(tensor, here)
-    return RankCount(total, here, stages, in_stage_here)
+        here = size * parsed.data_parallel_size_local
+    found = rank_count(size * parsed.data_parallel_size, parsed.nnodes, stages, here)
+    is_part = found.here < size  # of a replica, whose stages are on other hosts
+    return found._replace(in_stage_here=min(tensor, found.here)) if is_part else found
 
 
 def count_micro_batches(parsed: argparse.Namespace) -> int:
     """How many may overlap, each with slots of its own: vLLM's ``num_ubatches``."""
-    return 2 if parsed.enable_dbo else max(1, int(parsed.ubatch_size))
+    return 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)
 
 
 def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:

