@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ultraep_serve.types import CheckResult
 
 __all__ = [
+    "MORE_SHARED_MEMORY",
     "POLICY_OFF",
     "SERVE_UNBALANCED",
     "TRY_NEWER",
@@ -48,10 +49,14 @@ __all__ = [
     "understood",
 ]
 
-# The remedies that always work: once an engine is being started, and before.
+# Remedies; the first two always work: once an engine is being started, and before.
 SERVE_UNBALANCED = "set on_unsupported to off to serve without balancing"
 POLICY_OFF = "serve with --policy off"
 TRY_NEWER = "set on_newer_engine to try"
+MORE_SHARED_MEMORY = (
+    "give /dev/shm more room: docker run --shm-size=2g, in Compose shm_size: 2gb, in Kubernetes an "
+    "emptyDir of medium Memory mounted there"
+)
 
 
 class UltraEPError(Exception):
@@ -87,9 +92,15 @@ class SelfCheckError(UnsupportedError):
     Report it, with the log of every rank.
     """
 
-    def __init__(self, problem: str, results: "Sequence[CheckResult]" = ()) -> None:
+    def __init__(
+        self,
+        problem: str,
+        results: "Sequence[CheckResult]" = (),
+        *,
+        otherwise: str = SERVE_UNBALANCED,
+    ) -> None:
         """``results`` of the checks up to the one that failed."""
-        super().__init__(problem)
+        super().__init__(problem, otherwise=otherwise)
         self.results = tuple(results)
 
 

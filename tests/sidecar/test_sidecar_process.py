@@ -1,10 +1,13 @@
 """The sidecar as its own process: what it imports, binds, writes and refuses."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -125,6 +128,8 @@ from pathlib import Path
 from ultraep_serve.telemetry import run_directory
 SIDECAR = '''
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from ultraep_serve.cli import main
 from ultraep_serve.telemetry import run_directory
@@ -132,8 +137,9 @@ run_directory.SHARED_MEMORY = Path(sys.argv[1])
 sys.exit(main(["sidecar", *sys.argv[2:]]))
 '''
 run_directory.SHARED_MEMORY = Path(sys.argv[1])
-run_directory.RunDirectory.create("0f")
+run = run_directory.RunDirectory.create("0f")
 words = [sys.argv[1], "--parent", str(os.getpid()), "--port", sys.argv[2]]
+words += ["--run-dir", str(run.path)]
 child = subprocess.Popen([sys.executable, "-c", SIDECAR, *words])
 print(child.pid, flush=True)
 sys.stdin.read()
@@ -145,19 +151,47 @@ def test_it_ends_with_its_parent_and_removes_the_run_when_all_ranks_are_gone(
 ) -> None:
     monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
     port = free_port()
-    words = [sys.executable, "-c", PARENT, str(tmp_path), str(port)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
-        assert parent.stdout is not None
-        child = Path(f"/proc/{parent.stdout.readline().strip()}")
+    with parent_of_a_sidecar(tmp_path, port) as (parent, child, log):
         until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 503)
         assert len(list(tmp_path.iterdir())) == 1
         other = run_directory.RunDirectory.join("0f")  # another rank
         os.kill(int(child.name), signal.SIGHUP)  # the terminal is closed
+        said = log.read_text()
         parent.kill()
     until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 0)
     assert len(list(tmp_path.iterdir())) == 1
     os.close(other._lock)  # as when it is killed, too
     other._lock = -1
-    until(lambda: not child.exists() or b") Z " in (child / "stat").read_bytes())
+    until(lambda: has_ended(child))
     assert list(tmp_path.iterdir()) == []
+    assert log.read_text() == said  # the engine's reason is the last line
+
+
+def test_it_says_nothing_where_its_parent_has_ended_before_it_came_up(tmp_path: Path) -> None:
+    with parent_of_a_sidecar(tmp_path, free_port()) as (parent, child, log):
+        (run,) = tmp_path.iterdir()
+        shutil.rmtree(run)
+        parent.kill()
+    until(lambda: has_ended(child))
+    assert log.read_text() == ""
+
+
+def has_ended(process: Path) -> bool:
+    return not process.exists() or b") Z " in (process / "stat").read_bytes()
+
+
+@contextmanager
+def parent_of_a_sidecar(
+    shared_memory: Path, port: int
+) -> Iterator[tuple["subprocess.Popen[str]", Path, Path]]:
+    """A process, its sidecar in /proc, and a file with what that one says."""
+    words = [sys.executable, "-c", PARENT, str(shared_memory), str(port)]
+    pipe, log = subprocess.PIPE, shared_memory.with_name(f"log-{port}")
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            words, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=errors, text=True
+        ) as parent,
+    ):
+        assert parent.stdout is not None
+        yield parent, Path(f"/proc/{parent.stdout.readline().strip()}"), log

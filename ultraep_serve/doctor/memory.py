@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import MORE_SHARED_MEMORY, ConfigError
 from ultraep_serve.launcher.engine import count_experts
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.telemetry.record import record_dtype
@@ -26,10 +26,7 @@ _MOST_HEADER = 64 << 20  # bytes
 def check_shared_memory(subject: Subject, path: Path = _SHARED_MEMORY) -> Finding:
     """Size and free space of /dev/shm against what ranks and the engine write there."""
     name = "shared memory"
-    remedy = (
-        "give the container more: docker run --shm-size=2g, in Compose shm_size: 2gb, in "
-        "Kubernetes an emptyDir of medium Memory mounted at /dev/shm"
-    )
+    remedy = MORE_SHARED_MEMORY
     if not os.access(path, os.W_OK | os.X_OK):
         return error(name, f"{path} is missing or cannot be written", remedy)
     status = os.statvfs(path)

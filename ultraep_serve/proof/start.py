@@ -21,7 +21,7 @@ from ultraep_kernels.experts import expert_bytes
 from ultraep_kernels.host.reroute import reroute_reference
 
 from ultraep_serve.balance.backend import LayerSlots
-from ultraep_serve.errors import SelfCheckError
+from ultraep_serve.errors import SERVE_UNBALANCED, SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -33,6 +33,7 @@ __all__ = ["Stages", "run_self_check"]
 _LOADS = 32
 _TOKENS = 256  # of a rank
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_TEXT_BYTES = 512  # of a reason that all ranks get; a multiple of 8
 _POISON = 0xA5  # every byte of a slot before something is copied there
 
 
@@ -75,7 +76,11 @@ def run_self_check(
 
 
 class _Wrong(Exception):
-    """Something is not as it must be."""
+    """Something is not as it must be; ``otherwise`` is a remedy beside its own, see the error."""
+
+    def __init__(self, problem: str, otherwise: str = SERVE_UNBALANCED) -> None:
+        super().__init__(problem)
+        self.otherwise = otherwise
 
 
 class _SelfCheck:
@@ -90,19 +95,29 @@ class _SelfCheck:
 
     def run(self, name: str, check: Callable[[], str]) -> None:
         """Do one check, and learn how the others did. Raises SelfCheckError with all results."""
-        start, problem, detail = time.perf_counter(), "", ""
+        start, detail, own, otherwise = time.perf_counter(), "", "", ""
         try:
             detail = check()
         except _Wrong as wrong:
-            problem = str(wrong)
-        failed = self._stages.gather(np.array([bool(problem)], np.int64))[:, 0]
-        if failed.any():
-            rank = self._stages.rank if problem else int(failed.argmax())
-            detail = f"failed on rank {rank}: {problem or 'its own log says at what'}"
+            own = f"{wrong}\n{wrong.otherwise}"
+        told = {rank: text for rank, text in enumerate(self._told(own)) if text}
+        problem = (self._stages.rank, own) if own else next(iter(told.items()), None)
+        if problem is not None:
+            reason, _, otherwise = problem[1].partition("\n")
+            detail = f"failed on rank {problem[0]}: {reason}"
         seconds = time.perf_counter() - start
         self.results.append(CheckResult(name, seconds, detail, self._warning))
-        if failed.any():
-            raise SelfCheckError(f"the self-check of {name} {detail}", self.results)
+        if problem is not None:
+            said = f"the self-check of {name} {detail}"
+            raise SelfCheckError(said, self.results, otherwise=otherwise)
+
+    def _told(self, text: str) -> list[str]:
+        """All ranks' ``text``, of which the first bytes travel."""
+        row = np.zeros(_TEXT_BYTES, np.uint8)
+        content = text.encode("ascii", "replace")[:_TEXT_BYTES]
+        row[: len(content)] = np.frombuffer(content, np.uint8)
+        rows = self._stages.gather(row.view(np.int64))
+        return [each.tobytes().rstrip(b"\0").decode("ascii") for each in rows]
 
     def kernels(self) -> str:
         """Loads, plans and ids are those of twins on the host; plans hold what every one must."""
@@ -127,7 +142,7 @@ class _SelfCheck:
 
     def copies(self, layers: Sequence[int]) -> str:
         """Slots get the bytes of masters, and copies give the answers of masters."""
-        number, worst, problems, answers = 0, 0.0, list[str](), self._answers
+        number, worst, problems, answers = 0, 0.0, list[_Wrong](), self._answers
         for layer in layers:
             expected = None if answers is None else answers.outputs(layer, None)
             if answers is not None and expected is not None and answers.says_nothing(expected):
@@ -140,24 +155,25 @@ class _SelfCheck:
                     apart = float(largest_difference(found, expected))
                     worst = max(worst, apart)
                     if not apart <= answers.bound:  # also where it is no number
-                        problems.append(
-                            f"layer {layer} computed by copies differs by {apart:.2g} of a token's "
-                            f"largest value, {answers.bound:.2g} are allowed"
-                        )
-        _require(not problems, "".join(problems[:1]))
+                        differs = f"differs by {apart:.2g} of a token's largest value"
+                        allowed = f"{answers.bound:.2g} are allowed"
+                        wrong = f"layer {layer} computed by copies {differs}, {allowed}"
+                        problems.append(_Wrong(wrong))
+        if problems:  # only here: until now all ranks have copied together
+            raise problems[0]
         return f"{number} copies in {len(layers)} layers, largest difference {worst:.1g}"
 
-    def _why_no_number(self, layer: int) -> list[str]:
+    def _why_no_number(self, layer: int) -> list[_Wrong]:
         """The problem of a layer whose masters give NaN or inf; a warning where none is known."""
         tensors, masters = self._stages.layers[layer].tensors, self._shape.num_masters
         floats = [tensor[:masters] for tensor in tensors if tensor.dtype in _FLOATS]
         given = f"layer {layer} gives NaN with its experts at home"
         if not all(tensor.isfinite().all() for tensor in floats):
-            return [f"{given}: the checkpoint has NaN or inf"]
+            return [_Wrong(f"{given}: the checkpoint has NaN or inf; use another one", "")]
         self._warning = f"answers cannot be checked here: {given}, however small its tokens are"
         return []
 
-    def _wrong_slots(self, layer: int, slot_expert: IntArray, by_relays: bool) -> list[str]:
+    def _wrong_slots(self, layer: int, slot_expert: IntArray, by_relays: bool) -> list[_Wrong]:
         """Fill slots; what of this rank's has other bytes than its master, at once or later."""
         masters, filled = self._shape.num_masters, slot_expert[self._stages.rank] >= 0
         expected = self._expected(layer, slot_expert)
@@ -171,7 +187,7 @@ class _SelfCheck:
             return []
         slot = int(wrong.argmax())
         expert = slot_expert[self._stages.rank, slot]
-        return [f"slot {slot} of layer {layer} has other bytes than expert {expert}"]
+        return [_Wrong(f"slot {slot} of layer {layer} has other bytes than expert {expert}")]
 
     def _expected(self, layer: int, slot_expert: IntArray) -> NDArray[np.int64]:
         """Checksums of this rank's slots (S,), as the masters' owners say."""

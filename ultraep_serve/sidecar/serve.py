@@ -23,6 +23,7 @@ from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.machine import address_of, why_not_listen
+from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -52,12 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
     _, settings = given_settings(arguments, "")
     _limit_heaps()
     set_up_logging()
-    if arguments.parent is not None:
-        _stand_apart()
-    serve(run_dir, settings, control_token(run_dir), arguments.parent)
-    if arguments.parent is not None:
-        remove_when_left(run_dir, _LEAVE_SECONDS)
+    parent = arguments.parent
+    if parent is None:
+        serve(run_dir, settings, control_token(run_dir))
+        return 0
+    _stand_apart()
+    threading.Thread(target=_fall_silent_with, args=(parent,), daemon=True).start()
+    try:
+        serve(run_dir, settings, control_token(run_dir), parent)
+    except ConfigError:
+        if is_process_alive(parent):  # else what is wrong is that its run is gone
+            raise
+    remove_when_left(run_dir, _LEAVE_SECONDS)
     return 0
+
+
+def _fall_silent_with(parent: int) -> None:
+    """Log nothing after the process ``parent``: the engine's last line is the reason of its end."""
+    _wait_for(parent)
+    logging.disable()
 
 
 def _stand_apart() -> None:
@@ -98,8 +112,7 @@ def serve(
         _give_way()
         server = uvicorn.Server(config)
         if parent is not None:
-            watched = _watched(parent)
-            threading.Thread(target=_end_with, args=(watched, server), daemon=True).start()
+            threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
         server.run(sockets=[listener])
 
 
@@ -113,19 +126,15 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
-def _watched(process: int) -> int | None:
-    """A descriptor that can be read when ``process`` has ended; None: it has."""
-    try:
-        return os.pidfd_open(process)
-    except ProcessLookupError:
-        return None
+def _wait_for(process: int) -> None:
+    """Return when ``process`` has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
 
 
-def _end_with(parent: int | None, server: uvicorn.Server) -> None:
-    """Stop serving when the process that ``parent`` watches has ended."""
-    if parent is not None:
-        select.select([parent], [], [])
-    _LOGGER.info("the rank that started this sidecar has ended")
+def _end_with(parent: int, server: uvicorn.Server) -> None:
+    """Stop serving when the process ``parent`` has ended."""
+    _wait_for(parent)
     server.should_exit = True
 
 

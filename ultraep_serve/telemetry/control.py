@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultraep_serve.errors import ControlError
+from ultraep_serve.errors import MORE_SHARED_MEMORY, ControlError
 from ultraep_serve.system.files import SharedFile
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy, SpeedSource
@@ -54,7 +54,8 @@ class ControlPage:
         except FileExistsError:
             return cls.open(run_path)
         except OSError as error:
-            raise ControlError(f"no control page: {error}") from error
+            problem = f"cannot create {path} ({error.strerror}); {MORE_SHARED_MEMORY}"
+            raise ControlError(problem) from error
 
     @classmethod
     def open(cls, run_path: Path) -> "ControlPage":

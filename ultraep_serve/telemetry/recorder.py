@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ultraep_serve.errors import RingError
+from ultraep_serve.errors import MORE_SHARED_MEMORY, RingError
 from ultraep_serve.system.files import SharedFile
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
 from ultraep_serve.telemetry.record import LayerRecord, RecordArray, record_checksum, stored_record
@@ -78,7 +78,9 @@ class Recorder:
         try:
             self._file = SharedFile.create(path, page, size)
         except OSError as error:
-            raise RingError(f"cannot create {path} ({size} bytes): {error}") from error
+            raise RingError(
+                f"cannot create {path} ({size} bytes: {error.strerror}); {MORE_SHARED_MEMORY}"
+            ) from error
         self._header = memoryview(bytearray(page))
         self._words = self._header.cast("Q")
         self._changing = self._header[: _AT.slot_bytes_reserved]  # with batches

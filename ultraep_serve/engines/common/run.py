@@ -14,7 +14,13 @@ import numpy as np
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
+from ultraep_serve.errors import (
+    MORE_SHARED_MEMORY,
+    ConfigError,
+    FabricError,
+    UltraEPError,
+    UnsupportedError,
+)
 from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.refusals import repeated_at_exit
@@ -54,6 +60,8 @@ def meet(
                 directory = _make_run_directory(config, name, or_join=is_shared)
         except (OSError, UltraEPError) as error:  # the others wait for an answer
             process, problem = 0, str(error)
+            if not isinstance(error, UltraEPError):
+                problem = f"cannot make a run directory ({error.strerror}); {MORE_SHARED_MEMORY}"
     ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
     rows = ranks.gather(np.array([process, number], np.int64))
     process, number = rows[location.host.start].tolist()
