@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ultraep_lab.replay import PolicyReplay, Replay
-from ultraep_serve.costs.model import CostModel, overhead_picoseconds, saved_picoseconds
+from ultraep_serve.costs.model import CostModel, saved_picoseconds, transfer_picoseconds
 
 __all__ = ["LEAST_GAIN", "Verdict", "chosen", "judge", "words"]
 
@@ -49,15 +49,15 @@ def judge(result: Replay, found: PolicyReplay, costs: CostModel) -> Verdict:
         least = round(mean * found.time_imbalance_after[case])
         gained = saved_picoseconds(most, least, shape, transfer, integer)
         if transfer.busiest_link:
-            overhead = overhead_picoseconds(transfer, integer)
-            spent, saved = spent + overhead + integer.exchange, saved + gained + overhead
+            moved = transfer_picoseconds(transfer, integer)
+            spent, saved = spent + moved + integer.plan + integer.exchange, saved + gained + moved
         pays = bool(transfer.busiest_link) and gained > 0
         paid += pays
         kept = found.time_imbalance_after if pays else result.time_imbalance_before
         after.append(kept[case])
         work = max(most * integer.per_assignment, shape.num_masters * integer.per_expert_read)
         off = integer.base + work
-        seconds.append((off, off + integer.exchange - (gained if pays else 0)))
+        seconds.append((off, off + integer.exchange + (integer.plan - gained if pays else 0)))
     off_seconds, on_seconds = (np.mean(seconds, axis=0) / 1e12).tolist()
     mean_assignments = float(np.mean(result.assignments))
     return Verdict(

@@ -189,10 +189,11 @@ def recorded_balancer(
     return mirrored_balancer(*given)[0]
 
 
-def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
+def count_layers(kind: str, batches: int = 4, lag: int = 1, decoded: int = 0) -> list[HostWork]:
     """The work of every layer of the last of ``batches`` alike; ``kind`` is one of ``KINDS``.
 
-    The device is so many batches behind, as it may be under an engine that schedules ahead.
+    The device is so many batches behind, as it may be under an engine that schedules ahead; before
+    each so many of decode are ``decoded``.
     """
     recorder = FakeRecorder(policy=Policy.OFF if kind == "off" else Policy.QUOTA)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
@@ -205,6 +206,10 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
             balancer._decision.fill_(Decision.POLICY_OFF)
             let_device_say(balancer, Decision.POLICY_OFF)
         for _ in range(batches):
+            for layer in [*range(LAYERS)] * decoded:
+                balancer.route(layer, ids, SMALL - 1)
+                balancer.receive()
+                balancer.computed()
             found = list[HostWork]()
             for layer in range(LAYERS):
                 found.append(work := HostWork())
@@ -284,8 +289,13 @@ def host_microseconds_per_layer() -> dict[str, float]:
 
 
 @contextmanager
-def prepared_launches(launched: Callable[..., int]) -> Iterator[list[tuple[int, list[int]]]]:
-    """Inside, Triton only yields grids and words; ``launched`` is called for the driver."""
+def prepared_launches(
+    launched: Callable[..., int], scratch: int = 0
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Inside, Triton only yields grids and words; ``launched`` is called for the driver.
+
+    Its kernels take ``scratch`` bytes of memory that it adds.
+    """
     asked: list[tuple[int, list[int]]] = []
     backend = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -297,7 +307,9 @@ def prepared_launches(launched: Callable[..., int]) -> Iterator[list[tuple[int, 
         asked.append((*grid, words))
         return SimpleNamespace(
             function=0,
-            metadata=SimpleNamespace(num_warps=num_warps, shared=0),
+            metadata=SimpleNamespace(
+                num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=scratch
+            ),
             src=SimpleNamespace(signature=signature),
             asm={"ptx": f".visible .entry kernel({'.param ' * len(words)})"},
         )

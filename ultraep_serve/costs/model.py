@@ -32,9 +32,9 @@ __all__ = [
     "Transfer",
     "experts_moved",
     "least_saved",
-    "overhead_picoseconds",
     "saved_picoseconds",
     "transfer_of",
+    "transfer_picoseconds",
 ]
 
 _PICOSECONDS = 10**12  # per second
@@ -182,22 +182,23 @@ def experts_moved(
 def saved_picoseconds(
     before: int, after: int, shape: ExpertShape, transfer: Transfer, costs: IntegerCosts
 ) -> int:
-    """Time that following a plan saves, once loads are known; negative where it costs.
+    """Time that following a plan saves, once it has been made; negative where it costs.
 
     ``before`` and ``after`` are the assignments of the busiest rank, where speeds differ its time
-    as that of so many. Only the slots that the transfer fills are read beside the masters.
+    as that of so many. Only the slots that the transfer fills are read beside the masters. Planning
+    does not count: its time is spent by then, and a layer that might gain is worth it.
     """
     masters = shape.num_masters
     held = masters + transfer.busiest_receiver
     unbalanced = max(before * costs.per_assignment, masters * costs.per_expert_read)
     balanced = max(after * costs.per_assignment, held * costs.per_expert_read)
-    return unbalanced - balanced - overhead_picoseconds(transfer, costs)
+    return unbalanced - balanced - transfer_picoseconds(transfer, costs)
 
 
-def overhead_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
-    """Planning and the exposed transfer of one layer; the exchange is spent either way."""
+def transfer_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
+    """The exposed transfer of one layer."""
     moved = transfer.busiest_link * costs.per_expert_sent
-    return costs.plan + moved + (costs.per_relay_hop if transfer.relayed else 0)
+    return moved + (costs.per_relay_hop if transfer.relayed else 0)
 
 
 def least_saved(costs: IntegerCosts | None) -> int:

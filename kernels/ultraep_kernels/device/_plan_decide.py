@@ -106,7 +106,7 @@ def _total_of(key):
 
 @triton.jit
 def _saved(before, after, link, received, gate, NUM_MASTERS: tl.constexpr):
-    """Picoseconds that a plan saves, but for planning; as ``saved_picoseconds`` on the host."""
+    """Picoseconds that a plan saves; as ``saved_picoseconds`` on the host."""
     zero = before.to(tl.int64) * 0
     read = (NUM_MASTERS + zero) * gate.per_read
     unbalanced = tl.maximum((before + zero) * gate.per_assignment, read)

@@ -23,7 +23,7 @@ __all__ = ["Changing", "Launches", "launch"]
 _Grid: TypeAlias = tuple[int, ...]
 _Made: TypeAlias = tuple[Any, int, dict[str, Any], Any]  # kernel, grid, given, what it returned
 _PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
-_SCRATCH = 2  # parameters that Triton adds; memory that no kernel here needs
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")  # of memory that Triton adds
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 
 
@@ -69,11 +69,11 @@ def _launch_again(made: _Made, changing: Changing, stays: bool) -> Callable[[int
     """What makes the launch again with so many programs more, in the stream that is current then.
 
     Or, where it ``stays``, in the one that is current now. It raises RuntimeError: what the driver
-    says. None where Triton has compiled nothing, as its interpreter, or passes anything that is not
-    known here, as its sanitizer does.
+    says. None where Triton has compiled nothing, as its interpreter, or passes memory of its own or
+    anything that is not known here, as its sanitizer does.
     """
     kernel, grid, given, compiled = made
-    if compiled is None:
+    if compiled is None or any(getattr(compiled.metadata, name) for name in _SCRATCH):
         return None
     words: list[int] = []
     changed: dict[int, int] = {}
@@ -81,7 +81,7 @@ def _launch_again(made: _Made, changing: Changing, stays: bool) -> Callable[[int
         if name in changing.addresses:
             changed[len(words)] = changing.addresses[name]
         words += _words(kind, given.get(name, kernel.signature.parameters[name].default))
-    words += [0] * _SCRATCH
+    words += [0] * len(_SCRATCH)  # none of it is needed
     found = _PARAMETERS.search(compiled.asm["ptx"])
     if found is None or found[1].count(".param") != len(words):
         return None

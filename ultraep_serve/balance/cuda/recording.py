@@ -32,7 +32,7 @@ __all__ = [
     "is_capturing",
 ]
 
-TIMED_EVERY = 8  # batches, of which one has its stages timed
+TIMED_EVERY = 8  # batches with records, of which one has its stages timed
 _NUM_PAGES = 3  # a batch that is written, the one before, and the one before that
 _MOST_LAPS = len(Stage) + 1  # of a layer
 
@@ -130,9 +130,9 @@ class PendingBatch:
         self.number, self.is_timed = 0, False  # whether its stages are
         self.used = 0  # layers
 
-    def start(self, number: int) -> None:
-        """Begin anew, as batch ``number``."""
-        self.number, self.is_timed, self.used = number, number % TIMED_EVERY == 1, 0
+    def start(self, number: int, timed: bool) -> None:
+        """Begin anew, as batch ``number``, whose stages are ``timed``."""
+        self.number, self.is_timed, self.used = number, timed, 0
 
     def open(self, layer: int, tokens: int, micro_batch: int) -> PendingLayer | None:
         """Return the next row, started, if there is one."""
@@ -188,6 +188,7 @@ class PendingBatches:
         self._current: PendingBatch | None = None  # the one that is written
         self._open: dict[int, PendingLayer] = {}  # by micro-batch
         self._number = 0  # of the batch that runs
+        self._opened = 0  # batches with layers that are recorded: decode has none
         self._sent: deque[Entry] = deque()
 
     def begin(self, number: int) -> None:
@@ -225,7 +226,8 @@ class PendingBatches:
         if self._current is None:
             self._current = self._pages[0]
             self._pages.rotate(-1)
-            self._current.start(self._number)
+            self._current.start(self._number, timed=self._opened % TIMED_EVERY == 0)
+            self._opened += 1
         self._open.pop(micro_batch, None)
         pending = self._current.open(layer, tokens, micro_batch)
         if pending is not None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
 
+import psutil
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_ep_group, get_pp_group, get_world_group
@@ -109,7 +110,7 @@ def _balance(
     layers: list[RoutedExperts],
     drafts: list[RoutedExperts],
 ) -> None:
-    balanced = balance(config, vllm_config, layers, drafts)
+    balanced = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
     if not all(map(is_as_in_checkpoint, layers)):
         refuse_new_weights(worker.get_model(), layers)
     balanced.mark_ready(logger)
@@ -147,20 +148,20 @@ def balance(
     vllm_config: VllmConfig,
     layers: Sequence[RoutedExperts],
     drafts: Sequence[RoutedExperts] = (),
+    cache_bytes: int = 0,
 ) -> BalancedLayers:
     """Balance ``layers``, whose weights are final, in the order they run; all ranks together.
 
-    ``drafts`` are a draft model's. On CPU they have kernels of ours by now. Raises
-    UnsupportedError, with which vLLM can serve them without balancing, and what ``start_balancing``
-    raises.
+    ``drafts`` are a draft model's; ``cache_bytes`` vLLM has yet to take for keys and values. On CPU
+    they have kernels of ours by now. Raises UnsupportedError, with which vLLM can serve them
+    without balancing, and what ``start_balancing`` raises.
     """
     moe, ranks, world = layers[0].moe_config, get_ep_group(), get_world_group()
     group = EngineGroup(ranks.cpu_group, ranks.device_group, world.cpu_group.get_group_store())
     view = TokenView.OWN if moe.dp_size > 1 else TokenView.SHARED
     with unanimous(group, config):
         loaded = _described(config, vllm_config, layers, view)
-    cache = int(vllm_config.cache_config.kv_cache_memory_bytes or 0)
-    own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache)
+    own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache_bytes)
     flow = Flow(view)
     execution = _Layers(vllm_config, flow, group, [*layers, *drafts])
     return start_balancing(config, execution, loaded, own, flow)
@@ -292,6 +293,20 @@ def _buffers(kernels: Iterable[Any]) -> dict[int, Any]:
     """What ``kernels`` dispatch through, by identity."""
     stages = [kernel.prepare_finalize for kernel in kernels if kernel is not None]
     return {id(stage.buffer): stage.buffer for stage in stages if hasattr(stage, "buffer")}
+
+
+def _cache_bytes(worker: Any) -> int:
+    """What a worker on a CPU has yet to take for keys and values; see its own reckoning.
+
+    It is a number, or what the worker may take in all (``--gpu-memory-utilization``) and has not.
+    """
+    if not current_platform.is_cpu():
+        return 0
+    given = worker.cache_config.kv_cache_memory_bytes
+    if given is not None:
+        return int(given)
+    held: int = psutil.Process().memory_info().rss
+    return max(0, int(worker.requested_cpu_memory) - held)
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
