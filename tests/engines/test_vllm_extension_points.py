@@ -1,5 +1,6 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.plugins import DEFAULT_PLUGINS_GROUP
+    from vllm.triton_utils import dispatcher
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.serial_utils import run_method
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -201,6 +203,15 @@ def test_every_question_about_a_stage_is_answered_by_the_one_that_is_wrapped() -
         if not name.startswith("_") and (callable(value) or isinstance(value, property))
     }
     assert asked <= vars(BalancedStage).keys()
+
+
+def test_an_engine_starts_where_another_one_was_balanced() -> None:
+    """vLLM looks into all modules when its workers start, numba's by then among them."""
+    importlib.import_module("numba")
+    load._let_modules_be_scanned()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it looks at
+        dispatcher._rebind_kernels([(object(), object())])
 
 
 def test_vllm_loads_plugins_of_the_group_that_we_register_in() -> None:

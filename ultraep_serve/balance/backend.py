@@ -199,6 +199,10 @@ class LayerBalancer(Protocol):
         it: where that is known later, the device has stopped.
         """
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether others may be waited for where no process is looked at; any thread may ask."""
+
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
 

@@ -98,18 +98,20 @@ class Watch:
         server: int,
         beats: HostBeats | None = None,
         neighbours: Mapping[int, int] | None = None,
+        is_waiting: Callable[[], bool] = lambda: True,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         """Give hosts up after ``seconds``, which may change.
 
         ``server`` is the process without which this one ends, if it can be seen from here.
-        ``beats`` None: there are no other hosts. ``neighbours`` are processes by rank without which
-        this one would wait in vain, 0 where one cannot be seen. ``end`` ends this process: its main
-        thread may hang where no exception reaches it.
+        ``beats`` None: there are no other hosts. ``neighbours`` are processes by rank, 0 where one
+        cannot be seen, without which this one would wait in vain while it ``is_waiting``. ``end``
+        ends this process: its main thread may hang where no exception reaches it.
         """
         self.seconds = seconds
         self._files, self._recorder, self._beats = files, recorder, beats
         self._server = server if is_process_alive(server) else os.getpid()
+        self._is_waiting = is_waiting
         self._neighbours = {r: own for r, own in (neighbours or {}).items() if own}
         self._end = end
         self._last: dict[tuple[int, int], str] = {}
@@ -141,6 +143,7 @@ class Watch:
         stopped = [process for process, state in states.items() if state in "Tt"]
         said += [f"the engine's process {process} is stopped" for process in stopped]
         dead = [rank for rank, own in self._neighbours.items() if not is_process_alive(own)]
+        dead = dead if dead and self._is_waiting() else []  # else it may have come to its end
         said += [f"rank {rank} has died" for rank in dead]
         self._gone = self._gone + step if dead else 0.0
         self._recorder.set_unheard("; ".join(said))
@@ -149,19 +152,22 @@ class Watch:
             reason = reason or f"{'; '.join(said)}; restart the engine on all hosts"
         if self._gone > _DEAD_SECONDS:  # where all are ending, this one has been ended by now
             reason = reason or f"{'; '.join(said)}; restart the engine"
-        if states[self._server] in "ZX":
-            reason = reason or f"the engine's first process ({self._server}) has ended"
         if reason:
             self._give_up(reason)
+        elif (
+            states[self._server] in "ZX"
+        ):  # ranks of another server may go on, or end by themselves
+            self._give_up(f"the engine's first process ({self._server}) has ended", is_shared=False)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, is_shared: bool = True) -> None:
         self._is_over = True
         latest = threading.Timer(2 * _GRACE_SECONDS, self._end, (1,))  # a full log pipe may block
         latest.daemon = True
         latest.start()
         try:
             with contextlib.suppress(OSError, UltraEPError):  # no room for the file
-                self._files.give_up(reason)
+                if is_shared:
+                    self._files.give_up(reason)
             self._recorder.set_unheard(reason)
             say(f"ends: {reason}", is_error=True)
             time.sleep(_GRACE_SECONDS)

@@ -88,9 +88,6 @@ class DeviceSamples(Protocol):
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    What planning costs is spent when it is decided whether a plan pays, as it is not by
-    ``HostBalancer``.
-
     While the policy is off at run time, loads are exchanged in a batch's first layer only, from
     which all ranks know it; the others are left at home by the device. Where the batch before last
     was off, the host launches no more than the identity for them, whatever the first one says.
@@ -248,6 +245,10 @@ class DeviceBalancer:
     def receive(self, micro_batch: int = 0) -> ExpertClock:
         """Order what is launched next behind all experts that were sent and received."""
         return self._arriving[micro_batch].join()
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._pending.is_waiting
 
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:

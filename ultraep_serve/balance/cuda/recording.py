@@ -208,6 +208,11 @@ class PendingBatches:
         return self._current is None and not self._sent
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether the device has anything of a batch left to do; any thread may ask."""
+        return self._current is not None or not self._pages[-1].is_done
+
+    @property
     def has_sent(self) -> bool:
         """Whether anything is on its way to the host."""
         return bool(self._sent)

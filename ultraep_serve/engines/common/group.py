@@ -252,6 +252,7 @@ class BalancedLayers:
         fixed_speeds(config.speeds, shape.num_ranks)
         self._own, self._layers, self._answers = own, layers, answers
         self._held: Sequence[ExpertWeights[Any]] = ()
+        self._is_made = False
         self._setup = self._meet(config, shape, view)
         with ExitStack() as undo:  # of ranks that go on without this
             backend = self._adopt(make_backend, undo)
@@ -376,6 +377,7 @@ class BalancedLayers:
             server=first_process(),
             beats=beats,
             neighbours=backend.neighbours,
+            is_waiting=lambda: not self._is_made or self.balancer.is_waiting,
         )
         self._recorder.at_heartbeat(watch.look)
         return watch

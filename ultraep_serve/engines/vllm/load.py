@@ -6,6 +6,7 @@ every loader is covered, and a draft model is there too. Verified with 0.32 and 
 vLLM tells plugins that a model is loaded.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,14 +51,26 @@ def _load_model(wrapper: WorkerWrapperBase, *args: Any, **named: Any) -> Any:
         config = config_of(vllm_config)
     loaded = wrapper.worker.load_model(*args, **named)
     if config is not None:
-        # Only now: after calling the plugins, a vLLM worker scans all loaded modules for Triton
-        # kernels and stumbles over numba's (``triton_utils.dispatcher._rebind_kernels`` takes
-        # llvmlite's library object for one with a ``__dict__``). Seen in 0.32.
+        # Only now: it brings numba, see below.
         from ultraep_serve.engines.vllm.model import take_over
 
         with repeated_at_exit(), set_current_vllm_config(vllm_config):
             take_over(config, wrapper.worker, vllm_config)
+        _let_modules_be_scanned()
     return loaded
+
+
+def _let_modules_be_scanned() -> None:
+    """Have the next engine of this process find a ``__dict__`` where it looks for one.
+
+    Before a worker loads a model, it scans what all modules hold for Triton kernels
+    (``triton_utils.dispatcher._rebind_kernels``). llvmlite's library, which numba brings, has a
+    function of every name, ``__dict__`` among them. Verified with 0.32 and 0.33.
+    """
+    if "numba" in sys.modules:
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab["__dict__"] = {}
 
 
 def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
