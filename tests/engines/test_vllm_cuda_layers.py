@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     )
     from ultraep_serve.engines.vllm import expert_tensors, load, model, stage
     from ultraep_serve.engines.vllm.expert_tensors import is_as_in_checkpoint
+    from ultraep_serve.engines.vllm.kernel import with_slots
     from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
@@ -53,11 +54,11 @@ class Wrapped:
     def __init__(self, seen: list[Any]) -> None:
         self.seen = seen
 
-    def prepare(self, a1: torch.Tensor, weights: Any, ids: torch.Tensor, *_: Any) -> Any:
+    def prepare(self, a1: torch.Tensor, weights: Any, ids: torch.Tensor, *_: Any, **__: Any) -> Any:
         self.seen.append(("prepare", int(ids[0, 0])))
         return a1, None, None, None, None
 
-    def prepare_async(self, *given: Any) -> Any:
+    def prepare_async(self, *given: Any, **_: Any) -> Any:
         prepared = self.prepare(*given)
         return lambda: self.seen.append("hook"), lambda: self.seen.append("receiver") or prepared
 
@@ -95,7 +96,7 @@ def test_a_kernel_gets_physical_ids_when_their_experts_have_come() -> None:
     made.finalize(X)
     assert balancer.seen == [
         *(("route", 3, 8, 0), ("prepare", 100), ("receive", 0)),
-        *(("clock stops", 0), "finalize", ("computed", 0)),
+        *(("clock stops", 0), "finalize"),
     ]
 
 
@@ -116,29 +117,37 @@ def test_asynchronous_halves_end_in_their_receivers(
     combined = made.finalize_async(X)
     assert balancer.seen[3:] == ["receiver", ("receive", number), ("clock stops", number)]
     combined()
-    assert balancer.seen[6:] == ["finalize", ("computed", number)]
+    assert balancer.seen[6:] == ["finalize"]
 
 
-def test_an_expert_kernel_that_nobody_knows_cannot_compute_before_copies_have_come(
-    balanced: Any,
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_expert_kernel_that_nobody_knows_computes_when_copies_have_come(
+    balanced: Any, is_async: bool
 ) -> None:
-    """vLLM's own kernel object calls a stage, then experts, whatever class they are of."""
+    """vLLM's own kernel object calls a stage, then experts, whatever class they are of.
+
+    Tokens are computed once more behind all that, when the kernel may be entered again.
+    """
 
     layer, config = build(balanced)
-    balancer, kernel = Noting(100), layer.quant_method.moe_kernel
-    known = type(kernel.fused_experts)
+    balancer = Noting(100)
+    weights = ExpertWeights(layer, expert_tensors.expert_parameters(layer))
+    with set_current_vllm_config(config):
+        made = with_slots(weights, 0, SHAPE, flow_of(balancer, TokenView.OWN))
+    layer.quant_method.moe_kernel = made
+    known, wrapped = type(made.fused_experts), Wrapped(balancer.seen)
     compute = lambda self, output, *_, **__: balancer.seen.append("experts") or output.zero_()  # noqa: E731
-    kernel.fused_experts.__class__ = type("Unknown", (known,), {"apply": compute})
-    own = BalancedStage(kernel.prepare_finalize, 0, flow_of(balancer, TokenView.OWN))
-    kernel.impl.prepare_finalize = own
+    made.fused_experts.__class__ = type("Unknown", (known,), {"apply": compute})
+    for name in ("prepare", "prepare_async", "finalize", "finalize_async"):
+        balanced(made.prepare_finalize.wrapped, name, getattr(wrapped, name))
+    balanced(made.prepare_finalize.wrapped, "supports_async", lambda: is_async)
     x = torch.ones(8, vllm_layers.HIDDEN, dtype=torch.bfloat16)
-    balancer.route = lambda layer, ids, tokens, number: balancer.seen.append("route") or ids
-    balanced(own.wrapped, "prepare", lambda x, *_, **__: (x, None, None, None, None))
-    balanced(own.wrapped, "finalize", lambda *_, **__: balancer.seen.append("finalize"))
     with forward_pass(config, [8, 8, 8]):
         layer.forward_modular(x, WEIGHTS, IDS)
-    expected = ["route", ("receive", 0), "experts", ("clock stops", 0), "finalize", ("computed", 0)]
-    assert balancer.seen == expected
+    assert balancer.seen == [
+        *(("route", 0, 24, 0), ("prepare", 100), *(["hook", "receiver"] if is_async else [])),
+        *(("receive", 0), "experts", ("clock stops", 0), "finalize", ("computed", 0)),
+    ]
 
 
 class Model(torch.nn.Module):

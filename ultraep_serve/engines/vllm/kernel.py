@@ -41,7 +41,7 @@ def with_slots(
     else:
         stage, experts = _made_again(weights, shape)
     kernel = mk.FusedMoEKernel(BalancedStage(stage, index, flow), experts)
-    kernel.impl = _OverSlots(kernel.impl, layer, shape)
+    kernel.impl = _OverSlots(kernel.impl, layer, shape, flow)
     return kernel
 
 
@@ -55,20 +55,31 @@ class _OverSlots(mk.FusedMoEKernelModularImpl):
     """What runs a kernel, with numbers and weights of physical experts for those of the layer."""
 
     def __init__(
-        self, made: mk.FusedMoEKernelModularImpl, layer: RoutedExperts, shape: ExpertShape
+        self,
+        made: mk.FusedMoEKernelModularImpl,
+        layer: RoutedExperts,
+        shape: ExpertShape,
+        flow: Flow,
     ) -> None:
         super().__init__(made.prepare_finalize, made.fused_experts)
+        self._flow = flow
         self._weights = layer.w13_weight, layer.w2_weight
         self._num_experts, moe = shape.num_ranks * shape.num_local, layer.moe_config
         _, expert_map, _ = determine_expert_map(moe.ep_size, moe.ep_rank, self._num_experts)
         self._expert_map = expert_map.to(layer.w13_weight.device)
 
     def apply(self, **given: Any) -> Any:
-        """See vLLM's own; a kernel that takes no expert map gets none."""
+        """See vLLM's own; a kernel that takes no expert map gets none.
+
+        The balancer, which may have tokens computed once more, is told when nothing of the layer is
+        open any more: neither workspace nor a dispatch's handle.
+        """
         w1, w2 = self._weights
         expert_map = None if given["expert_map"] is None else self._expert_map
         physical = {"w1": w1, "w2": w2, "expert_map": expert_map}
-        return super().apply(**given | physical | {"global_num_experts": self._num_experts})
+        output = super().apply(**given | physical | {"global_num_experts": self._num_experts})
+        self._flow.computed()
+        return output
 
 
 def _made_again(

@@ -2,12 +2,12 @@
 
 vLLM's kernel of a layer has a stage around its experts (``FusedMoEPrepareAndFinalizeModular``):
 ``prepare`` dispatches tokens, ``finalize`` combines what experts gave. ``BalancedStage`` wraps the
-stage that a kernel has, whichever that is, and calls the balancer three times, in the order of the
-flow: ``route`` before dispatch, ``receive`` between dispatch and experts, ``computed`` behind
-combine. So no kernel computes with copies that have not arrived. Verified with 0.32 and 0.33.
+stage that a kernel has, whichever that is, and calls the balancer in the order of the flow:
+``route`` before dispatch, ``receive`` between dispatch and experts; ``computed`` follows behind
+combine, when the kernel is done (``kernel``). So no kernel computes with copies that have not
+arrived. Verified with 0.32 and 0.33.
 """
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -98,7 +98,12 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         """Do as ``prepare``, of which what follows dispatch is done by the receiver."""
         ids = self._flow.route(self._layer, topk_ids)
         dispatched = self.wrapped.prepare_async(a1, topk_weights, ids, *rest, **named)
-        return _then(dispatched, lambda result: self._received(result, topk_weights, ids))
+        hook, receiver = dispatched if isinstance(dispatched, tuple) else (None, dispatched)
+
+        def receive() -> Prepared:
+            return self._received(receiver(), topk_weights, ids)
+
+        return receive if hook is None else (hook, receive)
 
     def _received(self, prepared: Prepared, weights: torch.Tensor, ids: torch.Tensor) -> Prepared:
         """What the kernel gets: physical ``ids`` also where the wrapped stage leaves them to it.
@@ -117,13 +122,11 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         """Combine."""
         self._stop_clock()
         self.wrapped.finalize(*args, **named)
-        self._flow.computed()
 
     def finalize_async(self, *args: Any, **named: Any) -> Any:
         """Do as ``finalize``, of which the receiver does the end."""
         self._stop_clock()
-        combined = self.wrapped.finalize_async(*args, **named)
-        return _then(combined, lambda _: self._flow.computed())
+        return self.wrapped.finalize_async(*args, **named)
 
     def _stop_clock(self) -> None:
         clock = self._clocks.pop(dbo_current_ubatch_id(), None)
@@ -161,16 +164,3 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
 
     def supports_dbo(self) -> Any:  # since 0.33
         return self.wrapped.supports_dbo()
-
-
-def _then(pending: Any, finish: Callable[[Any], Any]) -> Any:
-    """What an asynchronous half of a stage returned, with ``finish`` behind its receiver.
-
-    It is a receiver, or a hook and a receiver.
-    """
-    hook, receiver = pending if isinstance(pending, tuple) else (None, pending)
-
-    def receive() -> Any:
-        return finish(receiver())
-
-    return receive if hook is None else (hook, receive)
