@@ -26,7 +26,6 @@ __all__ = [
     "SidecarSettings",
     "add_file_flag",
     "given_settings",
-    "parse_policy",
 ]
 
 # From a server's port to its sidecar's. Engines give ports just above the server's to ranks (vLLM:
@@ -264,15 +263,6 @@ def given_settings(
         )
     except ConfigError as error:
         raise error if path is None else ConfigError(f"{error} (of flags and {path})") from None
-
-
-def parse_policy(name: str) -> Policy:
-    """Policy by name. Raises ConfigError naming the valid ones."""
-    try:
-        return Policy(name)
-    except ValueError:
-        names = ", ".join(policy.value for policy in Policy)
-        raise ConfigError(f"unknown policy {name!r}; choose from {names}") from None
 
 
 def _first_difference(one: BaseModel, other: BaseModel) -> str:

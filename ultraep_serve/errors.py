@@ -18,8 +18,7 @@ UltraEPError
 └── ServerError       a server that this package started did not come up
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ __all__ = [
     "TraceError",
     "UltraEPError",
     "UnsupportedError",
-    "understood",
 ]
 
 # Remedies; the first two always work: once an engine is being started, and before.
@@ -150,17 +148,3 @@ class NoServerError(UltraEPError):
 
 class ServerError(UltraEPError):
     """The server did not come up; the message holds the end of its log."""
-
-
-@contextmanager
-def understood(url: str) -> Iterator[None]:
-    """Inside, answers of ``url`` are used: where one has another form, that is a BenchError."""
-    try:
-        yield
-    except UltraEPError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise BenchError(
-            f"{url} gave an answer that is not understood ({error!r}); is it the right address, "
-            "of a server of a known version?"
-        ) from error

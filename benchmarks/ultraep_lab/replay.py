@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_lab.comparators import PolicyFunction
@@ -17,7 +18,6 @@ from ultraep_lab.comparators.placement import Counts
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.costs.model import Transfer, transfer_of
 from ultraep_serve.errors import PlanError, TraceError
-from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import warm_up
 from ultraep_serve.types import ExpertShape, imbalance
@@ -29,6 +29,7 @@ __all__ = [
     "PolicyReplay",
     "Replay",
     "compiled_planner",
+    "imbalance_floor",
     "replay",
 ]
 
@@ -229,3 +230,15 @@ def _count_batches(trace: Trace | LoadTrace, options: "ReplayOptions", skip: int
     if count < 1:
         raise TraceError(f"no batch is left to measure after skipping {skip}")
     return count if options.limit is None else min(count, options.limit)
+
+
+def imbalance_floor(loads: NDArray[np.integer], context: PlanContext) -> float:
+    """What the imbalance of no plan can go below, ``loads`` (R, E); of time where speeds differ.
+
+    The largest domain's mean over the global mean, of assignments per speed.
+    """
+    rank_load, speeds = context.rank_loads(loads), context.speeds
+    if not rank_load.any():
+        return 1.0
+    means = [rank_load[domain].sum() / speeds[domain].sum() for domain in context.domains]
+    return float(max(means) / (rank_load.sum() / speeds.sum()))

@@ -159,7 +159,7 @@ def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> Non
     other.get("/{path:path}")(lambda: {"status": "ok"})
     with serving(other) as url:
         assert main(["status", "--url", url]) == 2
-    assert "is this the address of a sidecar?" in capsys.readouterr().err
+    assert "is this the address of a sidecar" in capsys.readouterr().err
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 2
     assert "--url" in capsys.readouterr().err
     with pytest.raises(NoServerError, match="cannot be reached"):

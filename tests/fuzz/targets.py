@@ -20,6 +20,7 @@ import numpy as np
 
 from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
+from ultraep_lab.bench.endpoint import error_message, json_object
 from ultraep_lab.engine_recordings import from_vllm
 from ultraep_lab.store import load_trace
 from ultraep_serve.config import BalanceConfig
@@ -30,7 +31,6 @@ from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics import summarise
 from ultraep_serve.sidecar.store import NoAnswerError, RunStore
 from ultraep_serve.system.files import parse_object
-from ultraep_serve.system.http import error_message, json_object
 from ultraep_serve.system.settings import read_settings
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader

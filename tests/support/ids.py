@@ -3,13 +3,22 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.host.count import count_reference
 
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
-__all__ = ["edge_ids", "plan_of", "random_slots", "skewed_ids", "zipf_loads"]
+__all__ = ["count_reference", "edge_ids", "plan_of", "random_slots", "skewed_ids", "zipf_loads"]
+
+
+def count_reference(
+    topk_ids: torch.Tensor, num_logical_experts: int
+) -> tuple[NDArray[np.int64], int]:
+    """Torch twin of ``count``."""
+    ids = topk_ids.reshape(-1).long()
+    valid = ids[(ids >= 0) & (ids < num_logical_experts)]
+    unknown = int((ids != -1).sum()) - valid.numel()
+    return torch.bincount(valid, minlength=num_logical_experts).numpy(), unknown
 
 
 def skewed_ids(shape: ExpertShape, tokens: int, seed: int, top_k: int = 3) -> torch.Tensor:

@@ -28,10 +28,10 @@ from ultraep_kernels.device.exchange import (
 )
 from ultraep_kernels.device.plan import DevicePlan, new_plan_buffers, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.host.count import count_reference
 from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
 from tests.support.bench import PATIENCE_NS, Bench
+from tests.support.ids import count_reference
 from tests.support.reroute_alone import places_of, reroute
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.errors import understood
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
 
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the status; 0 when the server is ready, else 1. Raises NoServerError, BenchError."""
+    """Print the status; 0 when the server is ready, else 1. Raises NoServerError."""
     flags = StatusFlags.from_flags(arguments)
     read = status_reader(flags.port, flags.run_dir, flags.url)
     found = read()
@@ -95,15 +94,8 @@ def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
 
 
 def status_view(found: ServerStatus) -> RenderableType:
-    """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank.
-
-    Raises BenchError where a sidecar's answer has another form.
-    """
-    with understood(found.where):
-        return _view(found, found.document)
-
-
-def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
+    """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank."""
+    document = found.document
     if "engine" not in document:  # unbalanced, or no rank has joined yet
         return Group(_state(found, document), Text(found.where, style="dim"))
     about = (

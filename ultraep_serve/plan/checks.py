@@ -7,7 +7,7 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import copies_of
 from ultraep_serve.types import IntArray
 
-__all__ = ["check_home_first", "check_plan", "check_slots", "check_split", "imbalance_floor"]
+__all__ = ["check_home_first", "check_plan", "check_slots", "check_split"]
 
 Integers = NDArray[np.integer]
 
@@ -80,18 +80,6 @@ def check_home_first(loads: Integers, quota: IntArray, shares: IntArray) -> None
     _require(
         np.array_equal(home, np.minimum(loads, quota.T)), "tokens stay home where quota allows"
     )
-
-
-def imbalance_floor(loads: Integers, context: PlanContext) -> float:
-    """What the imbalance of no plan can go below, ``loads`` (R, E); of time where speeds differ.
-
-    The largest domain's mean over the global mean, of assignments per speed.
-    """
-    rank_load, speeds = context.rank_loads(loads), context.speeds
-    if not rank_load.any():
-        return 1.0
-    means = [rank_load[domain].sum() / speeds[domain].sum() for domain in context.domains]
-    return float(max(means) / (rank_load.sum() / speeds.sum()))
 
 
 def _require(holds: bool | np.bool_, rule: str) -> None:

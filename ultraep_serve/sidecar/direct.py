@@ -5,15 +5,16 @@ over the records that the rings still hold.
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import HttpUrl, TypeAdapter, ValidationError
 
-from ultraep_serve.errors import BenchError, NoServerError
-from ultraep_serve.sidecar.documents import Readiness
+from ultraep_serve.errors import ConfigError, NoServerError
+from ultraep_serve.sidecar.documents import BalanceSnapshot, Readiness
 from ultraep_serve.sidecar.statistics import summarise
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.run_directory import find_run
@@ -21,6 +22,12 @@ from ultraep_serve.telemetry.run_directory import find_run
 __all__ = ["ServerStatus", "status", "status_reader"]
 
 _TIMEOUT_SECONDS = 10.0
+_MOST_BYTES = 64 << 20
+_WRONG = "is this the address of a sidecar of this version?"
+# Of a server that is balanced, or why there is none.
+_BALANCE: TypeAdapter[Any] = TypeAdapter(
+    BalanceSnapshot | dict[Literal["status", "reason", "detail"], str]
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,7 @@ def status(
     Raises ``ultraep_serve.errors.NoServerError`` where no such server runs, none of its ranks has
     joined yet, or several run and none was chosen; ConfigError for a ``url`` that is none.
     """
-    try:
-        document = status_reader(port, Path(run_dir) if run_dir else None, url)().document
-    except BenchError as error:
-        raise NoServerError(str(error)) from error
+    document = status_reader(port, Path(run_dir) if run_dir else None, url)().document
     if document.keys() == {"detail"}:
         raise NoServerError(str(document["detail"]))
     return document
@@ -67,8 +71,7 @@ def status_reader(
 ) -> Callable[[], ServerStatus]:
     """A function that reads the status now; the arguments choose a server as in ``status``.
 
-    Raises NoServerError as ``status``; the function raises ConfigError for a ``url`` that is none,
-    and BenchError where a sidecar there does not answer.
+    Raises as ``status``; the function raises NoServerError where no sidecar answers at ``url``.
     """
     if url is not None:
         return _remote(url)
@@ -88,19 +91,36 @@ def _read(store: RunStore, path: Path) -> ServerStatus:
 
 
 def _remote(url: str) -> Callable[[], ServerStatus]:
-    from ultraep_serve.system.http import Endpoint, json_object  # they need httpx
+    import httpx  # nothing else needs it
+
+    try:
+        TypeAdapter(HttpUrl).validate_python(url)
+    except ValidationError:
+        raise ConfigError(f"--url = {url!r} must be http://HOST:PORT") from None
+
+    def get(client: httpx.Client, path: str) -> bytes:
+        body, deadline = b"", time.monotonic() + _TIMEOUT_SECONDS
+        with client.stream("GET", path) as response:
+            for piece in response.iter_bytes():
+                body += piece
+                if len(body) > _MOST_BYTES or time.monotonic() > deadline:
+                    raise NoServerError(f"{url}{path} does not end; {_WRONG}")
+        return body
 
     def read() -> ServerStatus:
-        with Endpoint("the sidecar", "--url", url, _TIMEOUT_SECONDS) as endpoint:
-            balance, ready = endpoint.call("GET", "/v1/balance"), endpoint.call("GET", "/readyz")
-        for response in (balance, ready):
-            if response.status_code not in (200, 503):
-                raise endpoint.refused(response, "is this the address of a sidecar?")
-        json_object(balance)
         try:
-            found = Readiness.model_validate(json_object(ready))
-        except ValidationError:
-            raise endpoint.refused(ready, "is this the address of a sidecar?") from None
-        return ServerStatus(endpoint.url, balance.content, found.ready, found.reasons)
+            with httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
+                balance, ready = get(client, "/v1/balance"), get(client, "/readyz")
+            _BALANCE.validate_json(balance)
+            found = Readiness.model_validate_json(ready)
+        except (httpx.HTTPError, UnicodeError) as error:
+            raise NoServerError(
+                f"the sidecar at {url} cannot be reached ({str(error) or type(error).__name__}); "
+                "start it with `ultraep-serve vllm MODEL` (or sglang), or give its address with "
+                "--url"
+            ) from error
+        except ValidationError as error:
+            raise NoServerError(f"{url} gave an answer that is not understood; {_WRONG}") from error
+        return ServerStatus(url, balance, found.ready, found.reasons)
 
     return read

@@ -20,7 +20,6 @@ __all__ = [
     "LayerPlace",
     "LayerRecord",
     "RecordArray",
-    "aligned_dtype",
     "padded",
     "rank_loads",
     "record_checksum",
@@ -185,15 +184,6 @@ def padded(layout: list[Any], itemsize: int) -> np.dtype[np.void]:
     """The packed structured dtype of ``layout``, padded at its end to ``itemsize`` bytes."""
     padding = itemsize - np.dtype(layout).itemsize
     return np.dtype([*layout, ("padding", "u1", (padding,))])
-
-
-def aligned_dtype(*names: str) -> np.dtype[np.void]:
-    """Some fields of a record, none of them of a run's sizes, for those who keep many.
-
-    Sums over aligned fields are three times as fast.
-    """
-    whole = record_dtype(ExpertShape(1, 1, 0))
-    return np.dtype([(name, whole[name]) for name in names], align=True)
 
 
 def record_checksum(seq: int, record: memoryview) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from ultraep_serve.errors import BenchError, ConfigError, understood
-from ultraep_serve.system.http import Endpoint, error_message, json_object
+from ultraep_lab.bench.endpoint import Endpoint, error_message, json_object, understood
+from ultraep_serve.errors import BenchError, ConfigError
 
 __all__ = ["FirstToken", "Server"]
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ultraep_lab.bench.endpoint import Endpoint, json_object
 from ultraep_serve.errors import BenchError, ConfigError
-from ultraep_serve.system.http import Endpoint, json_object
 
 __all__ = ["Generation", "TokenComparison", "compare_tokens", "generate"]
 

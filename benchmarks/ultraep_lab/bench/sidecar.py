@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 
-from ultraep_serve.config import parse_policy
-from ultraep_serve.errors import BenchError, understood
-from ultraep_serve.system.http import Endpoint, json_object
+from ultraep_lab.bench.endpoint import Endpoint, json_object, understood
+from ultraep_serve.errors import BenchError
 from ultraep_serve.types import Policy
 
 __all__ = ["Sidecar"]
@@ -58,7 +57,8 @@ class Sidecar(Endpoint):
                 f"{self.url}/v1/config names no policy in force: the engine is still loading or "
                 "was started with --policy off; wait, or start it with balancing on"
             )
-        return parse_policy(name)
+        with understood(self.url):
+            return Policy(name)
 
     def set_policy(self, policy: Policy) -> None:
         """Put ``policy`` in force from the next batch on.

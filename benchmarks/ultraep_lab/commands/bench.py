@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from ultraep_lab.arguments import JsonFile, ServerFlags, control_token, prepare_outputs, show
+from ultraep_lab.bench.endpoint import understood
 from ultraep_lab.bench.engine import Server
 from ultraep_lab.bench.prefill import PrefillOptions
 from ultraep_lab.bench.prefill_report import measure_with_progress, prefill_document, prefill_view
@@ -18,7 +19,7 @@ from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.text import DOMAINS, domain_words, sample_text
 from ultraep_lab.progress import Progress
 from ultraep_lab.words import Seconds
-from ultraep_serve.errors import ConfigError, understood
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_object
 
 __all__ = ["add_arguments", "run"]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["count", "count_reference"]
+__all__ = ["count"]
 
 
 @compiled
@@ -30,13 +30,3 @@ def count(topk_ids: torch.Tensor, num_logical_experts: int) -> tuple[NDArray[np.
     load = np.zeros(num_logical_experts, dtype=np.int64)
     unknown = _count_kernel(topk_ids.reshape(-1).numpy(), load)
     return load, unknown
-
-
-def count_reference(
-    topk_ids: torch.Tensor, num_logical_experts: int
-) -> tuple[NDArray[np.int64], int]:
-    """Torch twin of ``count``."""
-    ids = topk_ids.reshape(-1).long()
-    valid = ids[(ids >= 0) & (ids < num_logical_experts)]
-    unknown = int((ids != -1).sum()) - valid.numel()
-    return torch.bincount(valid, minlength=num_logical_experts).numpy(), unknown

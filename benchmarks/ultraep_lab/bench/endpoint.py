@@ -9,9 +9,9 @@ from weakref import WeakSet
 
 import httpx
 
-from ultraep_serve.errors import BenchError, ConfigError
+from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 
-__all__ = ["Endpoint", "error_message", "json_object"]
+__all__ = ["Endpoint", "error_message", "json_object", "understood"]
 
 Self = TypeVar("Self", bound="Endpoint")
 CONNECT_SECONDS = 5.0
@@ -180,3 +180,17 @@ def json_object(response: httpx.Response) -> dict[str, Any]:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
+
+
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """Inside, answers of ``url`` are used: where one has another form, that is a BenchError."""
+    try:
+        yield
+    except UltraEPError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BenchError(
+            f"{url} gave an answer that is not understood ({error!r}); is it the right address, "
+            "of a server of a known version?"
+        ) from error
