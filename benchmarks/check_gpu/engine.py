@@ -30,7 +30,7 @@ from tests.support.serving_checks import PROMPTS  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
 from tests.support.ways_to_start import ENVIRONMENT, SETTINGS, VLLM, balanced_layers  # noqa: E402
 from ultraep_lab.demo.models import make_model  # noqa: E402
-from ultraep_serve.system.machine import free_port  # noqa: E402
+from ultraep_lab.this_machine import free_port  # noqa: E402
 from ultraep_serve.telemetry.control import ControlPage  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 

@@ -36,7 +36,7 @@ from ultraep_lab.demo.balanced_server import (  # noqa: E402
     mixed_prompts,
 )
 from ultraep_lab.demo.models import make_model  # noqa: E402
-from ultraep_serve.system.machine import free_port  # noqa: E402
+from ultraep_lab.this_machine import free_port  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 CONTEXT, SECONDS_TO_END = 4096, 60.0

@@ -13,22 +13,22 @@ import sys
 
 
 def vllm_parser() -> argparse.ArgumentParser:
-    from vllm.entrypoints.cli.serve import make_arg_parser  # noqa: TID251
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return make_arg_parser(FlexibleArgumentParser())
 
 
 def vllm_engine_parser() -> argparse.ArgumentParser:
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: TID251
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
 def vllm_bench_parser() -> argparse.ArgumentParser:
-    from vllm.benchmarks.serve import add_cli_args  # noqa: TID251
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
@@ -36,7 +36,7 @@ def vllm_bench_parser() -> argparse.ArgumentParser:
 
 
 def sglang_parser() -> argparse.ArgumentParser:
-    from sglang.srt.server_args import ServerArgs  # noqa: TID251
+    from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
@@ -45,7 +45,7 @@ def sglang_parser() -> argparse.ArgumentParser:
 
 def check_connectors(settings: argparse.Namespace) -> None:
     """Fail on a way of moving the KV cache that this vLLM does not know."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: TID251
+    from vllm.distributed.kv_transfer.kv_connector.factory import (
         KVConnectorFactory,
     )
 

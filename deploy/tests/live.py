@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from files import DEPLOY, RULES, read_yaml
 
-from ultraep_serve.system.machine import free_port
+from ultraep_lab.this_machine import free_port
 
 SECONDS = 30.0  # for anything to come up
 HOSTS = ("127.0.0.1", "localhost")  # two names of the sidecar stand for two hosts of one server

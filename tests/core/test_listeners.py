@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_lab.this_machine import free_port
 from ultraep_serve.system.listeners import listener
-from ultraep_serve.system.machine import free_port, why_not_listen
+from ultraep_serve.system.machine import why_not_listen
 
 LISTEN = """
 import socket, sys

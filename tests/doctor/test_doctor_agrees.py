@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from ultraep_lab.this_machine import free_port
 from ultraep_serve.cli import main
 from ultraep_serve.config import SIDECAR_DISTANCE
-from ultraep_serve.system.machine import free_port
 
 MOE, FP8 = {"num_experts": 16}, {"quant_method": "fp8"}
 # What is to be served: names in capital letters are local, org/model is not here. PORT is free,

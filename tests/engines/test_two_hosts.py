@@ -9,7 +9,7 @@ from tests.support.namespaces import Hosts, two_namespaces
 from tests.support.serving_checks import CONTEXT, check_cut, check_two_hosts, two_hosts
 from tests.support.tiny_models import tiny_qwen3
 from ultraep_lab.demo.balanced_server import expert_parallel_flags
-from ultraep_serve.system.machine import free_port
+from ultraep_lab.this_machine import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.night]
 

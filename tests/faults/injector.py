@@ -24,9 +24,9 @@ import httpx
 
 from tests.faults.engine import run_path
 from tests.support.waiting import until
+from ultraep_lab.this_machine import free_port
 from ultraep_serve.errors import ControlError, RingError
 from ultraep_serve.system.listeners import listening_processes
-from ultraep_serve.system.machine import free_port
 from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader

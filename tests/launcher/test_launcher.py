@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.support.engine_flags import run_reader
+from ultraep_lab.this_machine import free_port
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig
 from ultraep_serve.system.environment import CONFIG_VARIABLE
-from ultraep_serve.system.machine import free_port
 
 TWO_RANKS = {
     "vllm": ["--tensor-parallel-size", "2", "--enable-expert-parallel"],

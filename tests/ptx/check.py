@@ -109,7 +109,7 @@ class _Totals:
         """Replace the file, if there is to be one."""
         if path is None:
             return
-        from ultraep_serve.system.machine import describe
+        from ultraep_lab.this_machine import describe
 
         report = {
             "command": "python -m tests.ptx.check " + " ".join(sys.argv[1:]),

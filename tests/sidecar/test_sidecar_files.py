@@ -11,10 +11,10 @@ from fastapi.testclient import TestClient
 
 from tests.support.rings import PLANNED_LAYERS, SyntheticRun, planned_run
 from tests.support.sidecar_runs import BEARER, TOKEN, reasons, samples
+from ultraep_lab.this_machine import free_port
 from ultraep_serve.cli import main
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.system.environment import TOKEN_VARIABLE
-from ultraep_serve.system.machine import free_port
 from ultraep_serve.types import Policy
 
 _BATCHES = 3

@@ -16,11 +16,11 @@ import pytest
 import ultraep_serve
 from tests.support.sidecar_runs import status
 from tests.support.waiting import until
+from ultraep_lab.this_machine import free_port
 from ultraep_serve.config import SidecarSettings
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.serve import control_token, is_loopback, serve
 from ultraep_serve.system.environment import TOKEN_VARIABLE
-from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory
 
 ROOT = Path(ultraep_serve.__file__).parents[1]

@@ -1,60 +1,28 @@
-"""Facts about this machine: what it is, how much memory is left, which ports are free."""
+"""Facts about this machine: how much memory is left, and who listens where."""
 
 import errno
-import os
-import platform
-import random
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ultraep_serve.system.listeners import listener
 
 __all__ = [
     "address_of",
     "available_memory",
-    "describe",
-    "free_port",
-    "groups_sessions",
     "has_amx",
     "is_here",
     "why_not_listen",
 ]
 
-_FIRST_PORT = 10_000
-_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _CPUS = Path("/proc/cpuinfo")
-_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_CONTROL_GROUP = Path("/proc/self/cgroup")
 _MEMORY_FILES = (  # limit, use, and which line of memory.stat: versions 2 and 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-
-
-def describe() -> dict[str, Any]:
-    """The machine that this process runs on, to publish beside figures."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "sched_autogroup": groups_sessions(),
-    }
-
-
-def groups_sessions(setting: Path = _AUTOGROUP) -> bool | None:
-    """Whether Linux shares its cores out by session before it does by process.
-
-    None where the kernel cannot, or no one may know.
-    """
-    try:
-        return setting.read_text().strip() == "1"
-    except OSError:
-        return None
 
 
 def has_amx() -> bool:
@@ -106,26 +74,6 @@ def _free_in_group(group: Path) -> int | None:
     return None
 
 
-def free_port() -> int:
-    """A port that nobody listens on now, and that no outgoing connection will be given later.
-
-    Raises OSError where none can be found.
-    """
-    try:
-        first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        first_ephemeral = 32_768
-    last = max(first_ephemeral, _FIRST_PORT + 1_000)
-    for port in random.sample(range(_FIRST_PORT, last), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"no port between {_FIRST_PORT} and {last} is free")
-
-
 def why_not_listen(host: str, port: int) -> str | None:
     """What keeps a server from listening on ``port`` of ``host``; None: nothing does.
 
@@ -151,13 +99,3 @@ def address_of(host: str, port: int) -> str:
 def is_here(host: str) -> bool:
     """Whether ``host`` is a name or address of this machine: one that a server could listen on."""
     return why_not_listen(host, 0) is None
-
-
-def _cpu_model() -> str:
-    """From /proc/cpuinfo where there is one: ``platform`` says little on Linux."""
-    if _CPUS.exists():
-        for line in _CPUS.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -12,7 +12,7 @@ from ultraep_lab.bench.prompts import PromptSource
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.progress import Progress
 from ultraep_lab.tables import figures_table
-from ultraep_serve.system.machine import describe
+from ultraep_lab.this_machine import describe
 from ultraep_serve.types import Policy
 
 __all__ = ["measure_with_progress", "prefill_document", "prefill_view"]
