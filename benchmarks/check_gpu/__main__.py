@@ -31,13 +31,13 @@ from carried import environment, missing_piece, unpack  # noqa: E402
 from machine import gpu_state, versions  # noqa: E402
 from privacy import without_names  # noqa: E402
 from processes import CANNOT_RUN, PARTS, Part  # noqa: E402
-from report import NULL_GPU  # noqa: E402
+from report import EMULATED  # noqa: E402
 
 from ultraep_serve.system.files import write_json  # noqa: E402
 
 SLOW_FACTOR = 8  # times a part's limit, where a CPU plays the GPU
 LAST_LINES = 30
-COMMAND = f"python benchmarks/{'null_gpu' if NULL_GPU else 'check_gpu'}"
+COMMAND = "python " + ("-m tests.emulated_gpu" if EMULATED else "benchmarks/check_gpu")
 WITH_RESULT = ("passed", "failed", "cannot run")
 
 
@@ -116,7 +116,7 @@ def machine(dry_run: bool) -> dict[str, Any]:
         "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": versions(),
         "gpu": None if dry_run else gpu_state(),
-        "null_gpu": NULL_GPU,
+        "emulated_gpu": EMULATED,
         "num_gpus": torch.cuda.device_count() if has_gpu else 0,
     }
 
@@ -132,7 +132,7 @@ def git(*arguments: str) -> str:
 
 def slowness(dry_run: bool) -> int:
     """Times as long as on a GPU."""
-    return SLOW_FACTOR if dry_run or NULL_GPU else 1
+    return SLOW_FACTOR if dry_run or EMULATED else 1
 
 
 def run_part(part: Part, dry_run: bool, seconds_left: float, entry: dict[str, Any]) -> None:

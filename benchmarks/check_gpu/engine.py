@@ -23,7 +23,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 
 import torch  # noqa: E402
-from report import NULL_GPU, Report  # noqa: E402
+from report import EMULATED, Report  # noqa: E402
 
 from tests.support.quantised import quantise  # noqa: E402
 from tests.support.serving_checks import PROMPTS  # noqa: E402
@@ -37,7 +37,7 @@ from ultraep_serve.types import Policy  # noqa: E402
 RANKS = 2
 # sizes that every format has
 SPEC = replace(tiny_qwen3(), hidden_size=256, moe_intermediate_size=256, num_heads=2, head_dim=64)
-SECONDS, SECONDS_ON_CPU = 140, 500  # of one way to run batches, the latter also on a null GPU
+SECONDS, SECONDS_ON_CPU = 140, 500  # of one way to run batches, the latter also on an emulated GPU
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 ON_GPU = {
     "dtype": "bfloat16",
@@ -84,7 +84,7 @@ def ask_both(model: Path, way: str) -> dict[str, Any]:
             arguments = [model, run_path, way, rank, processes]
             command = [sys.executable, __file__, "rank", out, *arguments]
             started.append(subprocess.Popen([*map(str, command)], env=environment))
-        limit = SECONDS if torch.cuda.is_available() and not NULL_GPU else SECONDS_ON_CPU
+        limit = SECONDS if torch.cuda.is_available() and not EMULATED else SECONDS_ON_CPU
         end = time.monotonic() + limit
         try:
             codes = [process.wait(max(1, end - time.monotonic())) for process in started]
@@ -134,7 +134,7 @@ def ask_as_rank(out: Path, model: str, run_path: Path, way: str, rank: int, rank
             settings |= {"enforce_eager": False, "compilation_config": GRAPHS}
     if ranks > 1:
         settings["tensor_parallel_size"] = 1
-    own = {"ultraep": {**SETTINGS, **(UNCHECKED if NULL_GPU else {}), "run_dir": str(run_path)}}
+    own = {"ultraep": {**SETTINGS, **(UNCHECKED if EMULATED else {}), "run_dir": str(run_path)}}
     engine = LLM(model, **settings, additional_config=own)
     greedy = SamplingParams(temperature=0, max_tokens=16)
 

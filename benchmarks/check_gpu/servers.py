@@ -3,9 +3,9 @@
 servers.py FOUND vllm|sglang
 
 A row for each way to run batches (vLLM eagerly and with decode batches in CUDA graphs). The server
-measures its costs, checks itself and samples while it serves, but on the null GPU. It is asked the
-same prompts under `off` and `quota`, which is set over HTTP, and its page, `/readyz` and metrics
-are read. Then a rank is killed: the server has to end. With one GPU both ranks share it
+measures its costs, checks itself and samples while it serves, but on the emulated GPU. It is asked
+the same prompts under `off` and `quota`, which is set over HTTP, and its page, `/readyz` and
+metrics are read. Then a rank is killed: the server has to end. With one GPU both ranks share it
 (``one_gpu``); SGLang gives each rank of a host its own, so there they start as those of two hosts.
 """
 
@@ -25,7 +25,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
-from report import NULL_GPU, Report  # noqa: E402
+from report import EMULATED, Report  # noqa: E402
 
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
@@ -72,7 +72,7 @@ RANK_TITLES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}  # of proc
 class GpuServer(BalancedServer):
     """Both ranks on one GPU, where there is one."""
 
-    start_seconds = 900.0 if NULL_GPU else 300.0
+    start_seconds = 900.0 if EMULATED else 300.0
 
     def _command(self) -> list[str]:
         if torch.cuda.device_count() > 1:
@@ -81,13 +81,13 @@ class GpuServer(BalancedServer):
         return ["env", f"PYTHONPATH={path}", *super()._command()]
 
     def kill_rank(self) -> None:
-        """The last one; on the null GPU, where no rank waits for others, the one that answers."""
+        """The last one; the one that answers where no rank waits for others (emulated GPU)."""
         # vLLM's engine would wait without end for another one to take its work
         title = RANK_TITLES[self._engine]
         children = psutil.Process(self.process_id).children(recursive=True)
         titles = {" ".join(each.cmdline()): each for each in children}
         ranks = [titles[name] for name in sorted(titles) if name.startswith(title)]
-        ranks[0 if NULL_GPU else -1].send_signal(signal.SIGKILL)
+        ranks[0 if EMULATED else -1].send_signal(signal.SIGKILL)
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
         model = make_model(Path(folder, "model"), spec)
         for way, flags in WAYS[engine].items():
             log = Path(folder, f"{way}.log")
-            given = [*FLAGS[engine], *flags, *(UNCHECKED if NULL_GPU else [])]
+            given = [*FLAGS[engine], *flags, *(UNCHECKED if EMULATED else [])]
             report.run(f"{engine}, {way}", serve, engine, model, given, log)
     sys.exit(not report.all_passed)
 

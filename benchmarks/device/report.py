@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NULL_GPU", "Report"]
+__all__ = ["EMULATED", "Report"]
 
 ROOT = Path(__file__).resolve().parents[2]
-NULL_GPU = "ULTRAEP_NULL_GPU" in os.environ  # where no engine's kernel computes (null_gpu)
+EMULATED = "ULTRAEP_EMULATED_GPU" in os.environ  # where no engine's kernel computes
 
 
 class Report:
@@ -23,7 +23,7 @@ class Report:
     def run(self, what: str, check: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         """Make one check: its figures, or whatever it raises, are the row.
 
-        On the null GPU a check passes that has come to compare values, which it does by ``assert``.
+        On the emulated GPU a check passes that has come to compare values, by ``assert``.
         """
         try:
             row = {"what": what, "passed": True, **check(*arguments)}
@@ -31,7 +31,7 @@ class Report:
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}"
             row = {"what": what, "passed": False, "error": said}
-            if NULL_GPU and _is_comparison(error):
+            if EMULATED and _is_comparison(error):
                 row = {"what": what, "passed": True, "ends_at": said}
         self.add(row)
 

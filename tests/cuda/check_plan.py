@@ -23,7 +23,7 @@ SMALL = [
     ExpertShape(5, 35, 1),  # L = 7 is prime
     ExpertShape(8, 32, 4),
 ]
-ON_GPUS = pytest.mark.skipif(INTERPRETED, reason="slow; tests/ptx executes plans as large")
+ON_GPUS = pytest.mark.skipif(INTERPRETED, reason="slow; tests/emulated_gpu executes as large ones")
 LARGE = [
     ExpertShape(8, 128, 1),  # more masters than are added at a time
     ExpertShape(72, 288, 2),  # as many ranks as there are, and no power of two

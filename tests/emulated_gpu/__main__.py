@@ -1,0 +1,89 @@
+"""`benchmarks/check_gpu` on a machine without a GPU, on the emulated GPU.
+
+    python -m tests.emulated_gpu                        # every part that does not only measure
+    python -m tests.emulated_gpu --devices 2 --parts server-vllm
+
+It makes what is missing in build/: an environment with PyTorch for CUDA (6 GB), the kit of both
+engines, and the emulated GPU's libraries (``libraries``). Their memory is the host's, and their
+kernels do nothing, except for those of this project, which are executed (``kernels``).
+So both engines start and run as on a GPU, up to where values are compared. It shows libraries,
+flags, devices, all that the host does, and what is balanced; it shows no values of an engine, no
+order between streams, no NCCL and no times. Needs Linux, an x86-64 processor, Python 3.11 or later,
+gcc, xz, and for SGLang nvcc of CUDA 13.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+sys.path[1:1] = [str(ROOT / "benchmarks" / "check_gpu")]
+
+from carried import missing_piece  # noqa: E402
+
+from tests.emulated_gpu.libraries.build import build  # noqa: E402
+
+MADE = ROOT / "build" / "emulated_gpu"
+KIT = ROOT / "build" / "gpu_kit"
+PARTS = "kit", "engine", "server-vllm", "server-sglang", "formats", "experts-vllm", "experts-sglang"
+
+
+def main() -> None:
+    """Make what is missing, and run the parts in this process's place."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--devices", type=int, default=1, help="GPUs that the machine seems to have"
+    )
+    parser.add_argument("--json", type=Path, default=MADE / "found.json", help="the result")
+    parser.add_argument("others", nargs="*", help="further arguments of check_gpu, behind --")
+    options = parser.parse_args()
+    python = machine()
+    if missing_piece(KIT):
+        subprocess.run([sys.executable, ROOT / "benchmarks" / "check_gpu" / "kit.py"], check=True)
+    site = subprocess.run([python, "-c", SITE], check=True, capture_output=True, text=True).stdout
+    libraries = build(Path(site.strip()), MADE / "lib")
+    command = [python, ROOT / "benchmarks" / "check_gpu", "--kit", KIT, "--json", options.json]
+    command += ["--seconds", "1800", "--parts", *options.parts, *options.others]
+    os.execve(python, [*map(str, command)], environment(libraries, options.devices))
+
+
+SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+def machine() -> Path:
+    """Python of an environment like that of a machine with a GPU, with PyTorch and no engine."""
+    folder, done = MADE / "machine", MADE / "machine-is-made"
+    python = folder / "bin" / "python"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        command = [python, "-m", "pip", "install", "--quiet", "-r", FOLDER / "machine.txt"]
+        subprocess.run(command, check=True)
+        done.touch()
+    return python
+
+
+def environment(libraries: list[Path], devices: int) -> dict[str, str]:
+    """Of every process that is to see the emulated GPU."""
+    folder = str(libraries[0].parent)
+    path = [str(ROOT), str(FOLDER / "entry_points"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "LD_PRELOAD": " ".join(map(str, libraries)),
+        "LD_LIBRARY_PATH": folder,
+        "LIBRARY_PATH": folder,  # SGLang links what nvcc compiles as it starts
+        "TRITON_LIBCUDA_PATH": folder,
+        "TRITON_CACHE_DIR": str(MADE / "triton"),
+        "VLLM_CACHE_ROOT": str(MADE / "vllm"),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one waits for a count that a kernel makes
+        "EMULATED_GPU_DEVICES": str(devices),
+        "ULTRAEP_EMULATED_GPU": "1",
+    }
+
+
+if __name__ == "__main__":
+    main()
