@@ -126,7 +126,7 @@ class OutputError(UltraEPError):
     """A file cannot be written; the message names it."""
 
 
-class TraceError(UltraEPError):
+class TraceError(UltraEPError, ValueError):
     """A trace cannot be read, written, made or replayed; the message says what to change."""
 
 

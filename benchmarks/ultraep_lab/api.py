@@ -1,25 +1,26 @@
 """Planning, replaying and asking servers from Python; docs/api.md walks through it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_lab.comparators import PolicyFunction, policy_function, policy_of
 from ultraep_lab.comparators.own import QuotaFunction
-from ultraep_lab.replay import Replay, compiled_planner
+from ultraep_lab.integers import Integers, integers
+from ultraep_lab.replay import Replay, compiled_planner, context_of
 from ultraep_lab.replay import replay as _replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.replay_output import replay_document
 from ultraep_lab.store import load_trace, save_trace
-from ultraep_lab.trace import Integers, LoadTrace, Trace, batches
-from ultraep_lab.workloads import Workload, make_trace
+from ultraep_lab.trace import LOADS, LoadTrace, Trace, batches
+from ultraep_lab.workload_options import WorkloadOptions as Workload
+from ultraep_lab.workloads import make_trace as _make_trace
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.sidecar.direct import status
-from ultraep_serve.types import ExpertShape, IntArray, imbalance
+from ultraep_serve.types import IntArray, imbalance
 
 __all__ = [
     "LayerPlan",
@@ -72,27 +73,29 @@ def plan(
         ranks: R, if ``loads`` does not say.
         slots: replica slots per rank.
         domain_size: copies stay within groups of this many ranks; all by default.
-        speeds: how fast ranks are (R,), relative to each other; equal by default.
+        speeds: how fast ranks are (R,), above 0 and at most 1; equal by default.
         policy: a name, ``FILE.py:NAME`` or a function, as ``replay`` takes them.
         history: loads (N, R, E) of past batches, for policies that look at them.
 
     Raises:
-        ConfigError: ``ranks`` is missing, or there is no such policy.
-        ValueError: an argument is out of range, or a policy's plan breaks a rule.
+        ConfigError: ``ranks`` is missing, an option is out of range, or there is no such policy.
+        ValueError: another argument is, or a policy's plan breaks a rule.
     """
-    counts = np.asarray(loads)
+    counts = integers("loads", loads, (1, 2), LOADS).astype(np.int64)
+    if counts.ndim == 1 and ranks is None:
+        raise ConfigError("loads (E,) need ranks; or give loads (R, E)")
+    if counts.ndim == 2 and ranks not in (None, len(counts)):
+        raise ConfigError(f"loads are of {len(counts)} ranks, not {ranks}; leave ranks out")
+    wanted: Mapping[str, Any] = {"domain_size": domain_size, "speeds": speeds, "slots": slots}
+    options = ReplayOptions(num_ranks=len(counts) if ranks is None else ranks, **wanted)
     if counts.ndim == 1:
-        if ranks is None:
-            raise ConfigError("loads (E,) need ranks; or give loads (R, E)")
-        counts = np.vstack([counts, np.zeros((ranks - 1, counts.size), counts.dtype)])
-    shape = ExpertShape(len(counts), counts.shape[1], slots)
-    fast = None if speeds is None else whole_speeds(speeds)
-    context = PlanContext.of(shape, domain_size, fast)
+        counts = np.vstack([counts, np.zeros((options.num_ranks - 1, counts.size), np.int64)])
+    context = context_of(LoadTrace(counts[None, None]), options)
     compiled_planner()
     function = _function(policy)
     past = np.zeros((0, *counts.shape), np.int64) if history is None else history
     made = function(counts, context, past)
-    function.check(np.ascontiguousarray(counts, np.int64), context, made)
+    function.check(counts, context, made)
     assert made.shares is not None  # of every call
     return LayerPlan(
         made.slot_expert,
@@ -101,6 +104,14 @@ def plan(
         imbalance(context.rank_loads(counts), context.speeds),
         imbalance(made.quota.sum(0, dtype=np.int64), context.speeds),
     )
+
+
+def make_trace(workload: Workload) -> Trace:
+    """Draw every token's experts, as ``make-trace`` does.
+
+    Raises TraceError: too large, or the imbalance cannot be reached.
+    """
+    return _make_trace(workload.workload())
 
 
 def replay(

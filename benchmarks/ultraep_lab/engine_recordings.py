@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.integers import Integers, integer, integers
 from ultraep_lab.store import DAMAGED, MAX_BYTES, opened, read_array
-from ultraep_lab.trace import DECODE, PREFILL, Integers, LoadTrace, Trace
+from ultraep_lab.trace import DECODE, IDS, LOADS, PREFILL, LoadTrace, Trace, count_experts
 from ultraep_serve.errors import TraceError
 from ultraep_serve.system.files import read_text
 
@@ -28,6 +29,11 @@ __all__ = ["BASIS", "from_sglang", "from_vllm"]
 BASIS = "recorded by the engine"
 NO_ROUTING = "no routing is in it; start vLLM with --enable-return-routed-experts"
 SGLANG_DECODE, SGLANG_IDLE = 2, 4  # values of its ForwardMode
+_COUNTS, _MAP = "logical_count", "last_physical_to_logical_map"
+_ARRAYS = {
+    _COUNTS: ((3,), LOADS),  # (passes, layers, E)
+    _MAP: ((2,), IDS[1:]),  # (layers, P)
+}
 
 
 def from_vllm(paths: Sequence[Path], num_experts: int | None = None) -> Trace:
@@ -42,13 +48,13 @@ def from_vllm(paths: Sequence[Path], num_experts: int | None = None) -> Trace:
 
     Raises:
         ConfigError: a file cannot be read, or has more than 64 MiB.
-        TraceError: a file is no response of one choice, or has no routing.
+        TraceError: a file is no response of one choice, or has no routing, or other experts.
     """
     parts: list[Integers] = []
     phases: list[NDArray[np.uint8]] = []
     for path in paths:
         for response in _responses(path):
-            ids, prefill = _routing(response, path)
+            ids, prefill = _routing(response, path, num_experts)
             parts.append(ids)
             phases.append(np.where(np.arange(len(ids)) < prefill, PREFILL, DECODE).astype(np.uint8))
     lengths = np.array([len(ids) for ids in parts], np.int32)
@@ -72,13 +78,13 @@ def from_sglang(paths: Sequence[Path], num_experts: int | None = None) -> Trace 
         TraceError: a file is no such dump, or has no token.
     """
     dumps = [_dump(path) for path in paths]
-    counted = ["logical_count" in dump for dump in dumps]
+    counted = [_COUNTS in dump for dump in dumps]
     if all(counted):
-        counts = _joined([np.asarray(dump["logical_count"]) for dump in dumps], "counts")
-        counts = counts[counts.any((1, 2))] if counts.ndim == 3 else counts[:0]
+        counts = _joined([dump[_COUNTS] for dump in dumps], "counts")
+        counts = counts[counts.any((1, 2))]
         if not len(counts):
             raise TraceError("SGLang's recorder counted no token; send requests meanwhile")
-        kept = counts[:, counts.any((0, 2))].astype(np.int32)
+        kept = counts[:, counts.any((0, 2))]
         return LoadTrace(kept, None, _metadata("sglang", kept.shape[2], kept.shape[1]))
     if any(counted):
         raise TraceError("files of SGLang's modes stat and per_token cannot be joined")
@@ -89,7 +95,7 @@ def from_sglang(paths: Sequence[Path], num_experts: int | None = None) -> Trace 
         phases.append(np.full(len(ids), phase, np.uint8))
     ids = _joined(parts, "passes")
     ids = _routed_layers(ids[:, :, (ids >= 0).any((0, 1))], unrouted=-1)
-    stated = max(int(np.asarray(dump["last_physical_to_logical_map"]).max()) + 1 for dump in dumps)
+    stated = max(int(dump[_MAP].max()) + 1 for dump in dumps)
     lengths_array = np.array(lengths, np.int32)
     trace = _trace(ids, lengths_array, np.concatenate(phases), "sglang", num_experts or stated)
     return replace(trace, metadata={**trace.metadata, "batches": len(lengths)})
@@ -107,13 +113,13 @@ def _responses(path: Path) -> Iterator[Mapping[str, Any]]:
     yield from found if isinstance(found, list) else [found]
 
 
-def _routing(response: Any, path: Path) -> tuple[Integers, int]:
+def _routing(response: Any, path: Path, num_experts: int | None) -> tuple[Integers, int]:
     """Ids (T, layers, K) of a response, and how many of the tokens are of the prompt."""
     try:
         (choice,) = response["choices"]
-        generated = int(response["usage"]["completion_tokens"])
+        generated = response["usage"]["completion_tokens"]
         encoded = choice["routed_experts"]
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
             f"{path} has something that is no whole response with one choice; ask for n = 1 and no "
             "stream, one prompt in each request"
@@ -122,13 +128,12 @@ def _routing(response: Any, path: Path) -> tuple[Integers, int]:
         raise TraceError(f"{path}: {NO_ROUTING}")
     try:
         saved = base64.b64decode(encoded, validate=True)
-        ids = read_array(io.BytesIO(saved), "routed_experts", len(saved))
+        array = read_array(io.BytesIO(saved), "routed_experts", len(saved))
     except (TraceError, TypeError, *DAMAGED) as error:
         raise TraceError(f"{path}: routed_experts cannot be decoded: {error}") from error
-    if ids.ndim != 3 or ids.dtype.kind not in "iu":
-        raise TraceError(
-            f"{path}: routed_experts is {ids.dtype} {ids.shape}, must be integers (T, layers, K)"
-        )
+    valid = IDS if num_experts is None else range(-1, num_experts)
+    ids = integers(f"{path}: routed_experts", array, (3,), valid)  # (T, layers, K)
+    generated = integer(f"{path}: completion_tokens", generated, range(len(ids) + 1))
     return ids, len(ids) - max(0, generated - 1)
 
 
@@ -143,11 +148,13 @@ def _dump(path: Path) -> Mapping[str, Any]:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, *DAMAGED) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
-    wanted = ({"logical_count"}, {"records", "last_physical_to_logical_map"})
+    wanted = ({_COUNTS}, {"records", _MAP})
     if not isinstance(found, dict) or not any(keys <= set(found) for keys in wanted):
         raise TraceError(
             f"{path} is no dump of SGLang's expert distribution recorder in mode stat or per_token"
         )
+    for key in found.keys() & _ARRAYS.keys():
+        found[key] = integers(f"{path}: {key}", found[key], *_ARRAYS[key])
     return found
 
 
@@ -157,7 +164,8 @@ def _passes(dumps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Integers, int]
     try:
         for dump in dumps:
             for record in dump["records"]:
-                if record["forward_mode"] != SGLANG_IDLE and record["input_ids"]:
+                mode = integer("forward_mode", record["forward_mode"], LOADS)
+                if mode != SGLANG_IDLE and record["input_ids"]:
                     by_rank = passes.setdefault(record["forward_pass_id"], {})
                     by_rank[record["rank"]] = record, dump
         for _, by_rank in sorted(passes.items()):
@@ -167,13 +175,15 @@ def _passes(dumps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Integers, int]
                 ranks = ranks[:1]
             ids = np.concatenate([_logical(record, dump) for record, dump in ranks])
             yield ids, DECODE if first["forward_mode"] == SGLANG_DECODE else PREFILL
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except TraceError:
+        raise
+    except (KeyError, TypeError, IndexError, RuntimeError, ValueError) as error:
         raise TraceError(f"SGLang's recording is not as expected: {error!r}") from error
 
 
 def _logical(record: Mapping[str, Any], dump: Mapping[str, Any]) -> Integers:
-    physical = np.asarray(record["topk_ids_of_layer"])  # (layers, T, 8)
-    to_logical = np.asarray(dump["last_physical_to_logical_map"])  # (layers, P)
+    to_logical, key = dump[_MAP], "topk_ids_of_layer"
+    physical = integers(key, record[key], (3,), range(-1, to_logical.shape[1]))  # (layers, T, 8)
     layer = np.arange(len(physical))[:, None, None]
     logical = np.where(physical >= 0, to_logical[layer, physical], -1)
     return logical.transpose(1, 0, 2)
@@ -202,10 +212,8 @@ def _trace(
     engine: str,
     num_experts: int | None,
 ) -> Trace:
-    experts = int(ids.max()) + 1 if num_experts is None else num_experts
-    small = np.int16 if ids.min() < 0 else np.uint8 if experts <= 256 else np.uint16
-    about = _metadata(engine, experts, ids.shape[1])
-    return Trace(ids.astype(small), lengths, experts, phase, about)
+    experts = count_experts(ids) if num_experts is None else num_experts
+    return Trace(ids, lengths, experts, phase, _metadata(engine, experts, ids.shape[1]))
 
 
 def _metadata(engine: str, num_experts: int, layers: int) -> dict[str, Any]:

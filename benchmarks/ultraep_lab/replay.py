@@ -29,6 +29,7 @@ __all__ = [
     "PolicyReplay",
     "Replay",
     "compiled_planner",
+    "context_of",
     "imbalance_floor",
     "replay",
 ]
@@ -91,11 +92,10 @@ def replay(
         PlanError: a policy made a plan that breaks a rule.
         UnsupportedError: a policy needs a package that is not installed.
     """
-    shape = _shape(trace, options)
+    context = context_of(trace, options)
     layers = _layers(trace, options)
     skip = _skipped(trace, options, policies)
     count = _count_batches(trace, options, skip)
-    context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
     compiled_planner()
     by_count = context.equally_fast()
     replays = {policy.name: PolicyReplay() for policy in policies}
@@ -182,7 +182,8 @@ def _cases(
         past.append(chosen)
 
 
-def _shape(trace: Trace | LoadTrace, options: "ReplayOptions") -> ExpertShape:
+def context_of(trace: Trace | LoadTrace, options: "ReplayOptions") -> PlanContext:
+    """What plans depend on beside loads. Raises TraceError where ``options`` do not fit."""
     if trace.num_experts % options.num_ranks != 0:
         raise TraceError(
             f"{trace.num_experts} experts cannot be divided by {options.num_ranks} ranks; choose "
@@ -192,7 +193,7 @@ def _shape(trace: Trace | LoadTrace, options: "ReplayOptions") -> ExpertShape:
     num_bytes = 4 * shape.num_ranks**2 * shape.num_logical_experts  # of the shares (R, E, R)
     if num_bytes > MAX_PLAN_BYTES:
         raise TraceError(f"one plan would take {num_bytes} bytes; choose a smaller --ep")
-    return shape
+    return PlanContext.of(shape, options.domain_size, _speeds(trace, options))
 
 
 def _speeds(trace: Trace | LoadTrace, options: "ReplayOptions") -> Counts | None:

@@ -14,6 +14,9 @@ __all__ = ["ReplayOptions"]
 MOST_LAYERS = 10_000  # no model has more
 
 
+_Speed = Annotated[float, Field(gt=0, le=1)]
+
+
 def _read_layers(given: object) -> object:
     """``0,3,6-8`` as numbers."""
     words = words_of(given)
@@ -75,7 +78,7 @@ class ReplayOptions(Settings):
         description="first batches, used as history only (default: where a policy looks at the "
         "past, as many as it sees, at most half of all; else none)",
     )
-    speeds: Annotated[tuple[float, ...] | None, BeforeValidator(_read_speeds)] = Field(
+    speeds: Annotated[tuple[_Speed, ...] | None, BeforeValidator(_read_speeds)] = Field(
         default=None,
         description="how fast ranks are, one number each like 1.0,0.6 (default: as the trace says, "
         "or equal)",
@@ -83,7 +86,11 @@ class ReplayOptions(Settings):
     )
 
     @model_validator(mode="after")
-    def _one_speed_each(self) -> "ReplayOptions":
+    def _as_many_as_ranks(self) -> "ReplayOptions":
+        if (self.domain_size or 0) > self.num_ranks:
+            raise ValueError(
+                f"--domain-size = {self.domain_size} must be 1 to {self.num_ranks}, the ranks"
+            )
         if self.speeds and len(self.speeds) != self.num_ranks:
             raise ValueError(f"--speeds are {len(self.speeds)} numbers for {self.num_ranks} ranks")
         return self

@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_lab.trace import LoadTrace, Metadata, Trace
+from ultraep_lab.trace import LoadTrace, Metadata, Trace, count_experts
 from ultraep_serve.errors import TraceError
 from ultraep_serve.system.files import open_regular, parse_object, whole_file
 
@@ -57,10 +57,12 @@ def save_trace(path: str | Path, trace: Trace | LoadTrace) -> None:
         raise TraceError(f"{path} must end in .npz")
     arrays: dict[str, NDArray[Any]]
     if isinstance(trace, Trace):
-        arrays = {"topk_ids": trace.topk_ids, "sequence_lengths": trace.sequence_lengths}
+        ids, ends = trace.topk_ids, (int(trace.topk_ids.min(initial=0)), trace.num_experts - 1)
+        narrow = ids.astype(np.result_type(*map(np.min_scalar_type, ends)), copy=False)
+        arrays = {"topk_ids": narrow, "sequence_lengths": trace.sequence_lengths}
         metadata = {**trace.metadata, "num_experts": trace.num_experts}
     else:
-        arrays, metadata = {"loads": trace.loads}, dict(trace.metadata)
+        arrays, metadata = {"loads": trace.loads.astype(np.int32, copy=False)}, dict(trace.metadata)
     if trace.phase is not None:
         arrays["phase"] = trace.phase.astype(np.uint8)
     arrays["metadata"] = np.array(json.dumps(metadata, sort_keys=True))
@@ -78,7 +80,9 @@ def _from_arrays(arrays: dict[str, NDArray[Any]], num_experts: int | None) -> Tr
     topk_ids = arrays["topk_ids"]
     lengths = arrays.get("sequence_lengths", np.array([len(topk_ids)] if topk_ids.ndim else []))
     if num_experts is None:
-        num_experts = _num_experts(topk_ids, metadata)
+        num_experts = metadata.get("num_experts")
+    if num_experts is None:
+        num_experts = count_experts(topk_ids)
     return Trace(topk_ids, lengths, num_experts, phase, metadata)
 
 
@@ -88,17 +92,6 @@ def _metadata(array: NDArray[Any] | None) -> Metadata:
     if array.dtype.kind != "U" or array.size != 1:
         raise TraceError(f"metadata is {array.dtype} {array.shape}, must be one string of JSON")
     return parse_object(str(array.reshape(())[()]), "metadata", TraceError)
-
-
-def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
-    stated = metadata.get("num_experts")
-    if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
-        return stated
-    if stated is not None:
-        raise TraceError(f"num_experts = {stated!r} in the metadata must be a whole number above 0")
-    if topk_ids.size and topk_ids.dtype.kind in "iu":
-        return max(1, int(topk_ids.max()) + 1)
-    return 1
 
 
 def opened(path: Path) -> BinaryIO:

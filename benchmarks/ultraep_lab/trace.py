@@ -7,17 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.integers import Integers, integer, integers
 from ultraep_serve.errors import TraceError
 from ultraep_serve.types import IntArray
 
 __all__ = [
     "DECODE",
+    "EXPERTS",
+    "IDS",
+    "LOADS",
     "PREFILL",
-    "Integers",
     "LoadTrace",
     "Metadata",
     "Trace",
     "batches",
+    "count_experts",
     "count_loads",
     "in_order",
     "num_batches",
@@ -27,8 +31,9 @@ __all__ = [
 ]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
-MOST_EXPERTS = 1 << 16  # per layer, more than any model has: a wrong number must not fill memory
-Integers = NDArray[np.integer]
+EXPERTS = range(1, (1 << 16) + 1)  # numbers of experts: a wrong one must not fill memory
+IDS = range(-1, EXPERTS[-1])  # of logical experts; -1 is padding
+LOADS = range(1 << 31)  # numbers of assignments that int32 holds
 Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis, speeds
 
 
@@ -43,26 +48,15 @@ class Trace:
     metadata: Metadata = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_integers("topk_ids", self.topk_ids, 3)
-        _require_integers("sequence_lengths", self.sequence_lengths, 1)
-        if not 1 <= self.num_experts <= MOST_EXPERTS:
-            raise TraceError(f"{self.num_experts} experts, must be 1 to {MOST_EXPERTS}")
-        lengths = self.sequence_lengths
-        if lengths.size and lengths.min() < 0:
-            raise TraceError("sequence_lengths must not be negative")
-        total = sum(lengths.tolist())  # of Python's integers, which do not wrap around
-        if total != self.num_tokens:
+        experts = integer("num_experts", self.num_experts, EXPERTS)
+        ids = integers("topk_ids", self.topk_ids, (3,), range(-1, experts))
+        lengths = integers("sequence_lengths", self.sequence_lengths, (1,), range(len(ids) + 1))
+        if lengths.sum() != len(ids):
             raise TraceError(
-                f"sequence_lengths sum to {total}, topk_ids has {self.num_tokens} tokens"
+                f"sequence_lengths sum to {lengths.sum()}, topk_ids has {len(ids)} tokens"
             )
-        if self.topk_ids.size:
-            low, high = int(self.topk_ids.min()), int(self.topk_ids.max())
-            if low < -1 or high >= self.num_experts:
-                wrong = low if low < -1 else high
-                raise TraceError(
-                    f"topk_ids has id {wrong}, must be 0 to {self.num_experts - 1}, -1 as padding"
-                )
-        _check_phase(self.phase, self.num_tokens)
+        phase = _checked_phase(self.phase, len(ids))
+        vars(self).update(topk_ids=ids, sequence_lengths=lengths, num_experts=experts, phase=phase)
 
     @property
     def num_tokens(self) -> int:
@@ -84,14 +78,9 @@ class LoadTrace:
     metadata: Metadata = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.loads.ndim not in (3, 4):
-            raise TraceError(f"loads is {self.loads.shape}, must have 3 or 4 dimensions")
-        _require_integers("loads", self.loads, self.loads.ndim)
-        if not 1 <= self.num_experts <= MOST_EXPERTS:
-            raise TraceError(f"{self.num_experts} experts, must be 1 to {MOST_EXPERTS}")
-        if self.loads.size and not 0 <= self.loads.min() <= self.loads.max() < 1 << 31:
-            raise TraceError("loads must be 0 to 2**31 - 1")
-        _check_phase(self.phase, self.num_batches)
+        loads = integers("loads", self.loads, (3, 4), LOADS)
+        integer("the number of experts", loads.shape[-1], EXPERTS)
+        vars(self).update(loads=loads, phase=_checked_phase(self.phase, len(loads)))
 
     @property
     def num_batches(self) -> int:
@@ -107,6 +96,11 @@ class LoadTrace:
     def num_experts(self) -> int:
         """E, logical experts of the model."""
         return int(self.loads.shape[-1])
+
+
+def count_experts(topk_ids: object) -> int:
+    """E, where nothing says it: the highest expert that was chosen is the last one."""
+    return max(1, int(integers("topk_ids", topk_ids, (3,), IDS).max(initial=0)) + 1)
 
 
 def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
@@ -184,20 +178,13 @@ def is_speed(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
-def _require_integers(name: str, array: NDArray[Any], num_dimensions: int) -> None:
-    if array.ndim != num_dimensions or array.dtype.kind not in "iu":
-        raise TraceError(
-            f"{name} is {array.dtype} {array.shape}, must be integers with "
-            f"{num_dimensions} dimensions"
-        )
-
-
-def _check_phase(phase: Integers | None, length: int) -> None:
+def _checked_phase(phase: Integers | None, length: int) -> Integers | None:
     if phase is None:
-        return
-    _require_integers("phase", phase, 1)
-    if phase.size != length or (phase.size and not np.isin(phase, (PREFILL, DECODE)).all()):
+        return None
+    checked = integers("phase", phase, (1,), range(PREFILL, DECODE + 1))
+    if len(checked) != length:
         raise TraceError(f"phase must be {length} values of {PREFILL} (prefill), {DECODE} (decode)")
+    return checked
 
 
 def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
@@ -278,6 +265,6 @@ def over_source_ranks(captured: Integers, num_ranks: int) -> NDArray[np.int64]:
 
 
 def _as_loads(loads: Integers) -> IntArray:
-    if loads.size and loads.sum((-2, -1)).max() > np.iinfo(np.int32).max:
+    if loads.size and loads.sum((-2, -1)).max() not in LOADS:
         raise TraceError("a layer of one batch has more than 2**31 assignments; cut the trace")
     return loads.astype(np.int32)

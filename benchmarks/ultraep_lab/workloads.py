@@ -14,13 +14,14 @@ The probability that a token chooses an expert of weight w is 1 - exp(-w t), wit
 probabilities sum to top-k (exponential clocks; exact for many experts).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.integers import integers
 from ultraep_lab.store import MAX_BYTES
 from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_serve.errors import TraceError
@@ -50,7 +51,7 @@ BURST_REST = 0.15  # part of a burst's excess imbalance that is there between bu
 
 @dataclass(frozen=True)
 class Workload:
-    """What to make; ``WorkloadFlags`` of the command `make-trace` checks it."""
+    """What to make; ``WorkloadOptions`` checks it."""
 
     kind: Kind = "zipf"
     num_experts: int = 128  # E, a multiple of R
@@ -186,8 +187,7 @@ def make_trace(workload: Workload) -> Trace:
     """
     dtype = np.dtype(np.uint8 if workload.num_experts <= 256 else np.uint16)
     num_bytes = workload.num_tokens * workload.num_layers * workload.top_k * dtype.itemsize
-    if num_bytes > MAX_BYTES:
-        raise TraceError(f"the trace would take {num_bytes} bytes, at most {MAX_BYTES} are read")
+    _require_readable(num_bytes)
     topk_ids = np.empty((workload.num_tokens, workload.num_layers, workload.top_k), dtype)
     rng = np.random.default_rng([workload.seed, 2])
     first = 0
@@ -204,6 +204,11 @@ def make_trace(workload: Workload) -> Trace:
     if workload.straggler < 1:
         metadata["speeds"] = [*[1.0] * (workload.num_ranks - 1), workload.straggler]
     return Trace(topk_ids, lengths, workload.num_experts, metadata=metadata)
+
+
+def _require_readable(num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        raise TraceError(f"the trace would take {num_bytes} bytes, at most {MAX_BYTES} are read")
 
 
 def _draw(segment: Segment, rng: np.random.Generator, out: NDArray[np.unsignedinteger]) -> None:
@@ -225,7 +230,7 @@ def _draw(segment: Segment, rng: np.random.Generator, out: NDArray[np.unsignedin
 
 
 def drawn_loads(
-    totals: Mapping[str, Sequence[int]],
+    totals: Mapping[str, Any],
     num_ranks: int,
     assignments: int,
     num_batches: int,
@@ -236,18 +241,14 @@ def drawn_loads(
     Every rank's ``assignments`` of a layer are multinomial by the layer's totals, so experts are as
     popular in every batch as in the run. Raises TraceError where the totals are no such numbers.
     """
-    try:
-        counts = np.array([*totals.values()], np.float64)
-    except (TypeError, ValueError):
-        counts = np.zeros(0)
-    if (
-        counts.ndim != 2
-        or not (np.isfinite(counts) & (counts >= 0)).all()
-        or not counts.any(1).all()
-    ):
-        raise TraceError("totals must be as many counts, 0 or more, for every layer")
+    counts = integers("the table of totals", [*totals.values()], (2,), range(1 << 48)).astype(
+        np.float64
+    )
+    if not counts.any(1).all():
+        raise TraceError("the totals of a layer must not all be 0")
     if counts.shape[1] % num_ranks:
         raise TraceError(f"{counts.shape[1]} experts cannot be divided by {num_ranks} ranks")
+    _require_readable(4 * counts.size * num_batches * num_ranks)
     rng = np.random.default_rng(seed)
     loads = np.stack(
         [
@@ -257,4 +258,4 @@ def drawn_loads(
         axis=1,
     )
     metadata = {"source": "ultraep-serve make-trace", "basis": "drawn from totals", "seed": seed}
-    return LoadTrace(loads.astype(np.int32), metadata={**metadata, "layers": [*totals]})
+    return LoadTrace(loads, metadata={**metadata, "layers": [*totals]})

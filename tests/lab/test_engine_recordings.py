@@ -32,7 +32,7 @@ def encoded(ids: np.ndarray) -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def response(ids: np.ndarray, generated: int) -> dict[str, Any]:
+def response(ids: np.ndarray, generated: float) -> dict[str, Any]:
     """What a completion of ``generated`` tokens answers."""
     choice = {"index": 0, "text": "x", "routed_experts": encoded(ids)}
     return {"choices": [choice], "usage": {"completion_tokens": generated}}
@@ -69,7 +69,10 @@ def test_answers_of_vllm(tmp_path: Path, written: Callable[[list[Any]], str], ca
         ("3", "no whole response"),
         ('{"choices": [], "usage": {"completion_tokens": 1}}', "one choice"),
         (json.dumps(response(IDS, 1) | {"usage": None}), "no whole response"),
-        (json.dumps(response(IDS[0], 1)), r"\(T, layers, K\)"),
+        (json.dumps(response(IDS[0], 1)), "must be integers with 3 dimensions"),
+        (json.dumps(response(IDS / 2, 1)), "is float64"),
+        (json.dumps(response(IDS.astype(int) + (1 << 32), 1)), f"has {(1 << 32) + 7}"),
+        *((json.dumps(response(IDS, n)), "must be a whole number") for n in (1.9, True, -5, 65)),
         (json.dumps(response(IDS[:, :1], 1)), "no token was routed"),
         (
             json.dumps(response(IDS, 1)).replace('routed_experts": "', 'routed_experts": "!'),
@@ -87,6 +90,13 @@ def test_what_is_no_answer(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "answers.json").write_text(text)
     with pytest.raises(TraceError, match=words):
         from_vllm([tmp_path / "answers.json"])
+
+
+def test_an_expert_beyond_the_last_is_not_another(tmp_path: Path) -> None:
+    """383 is 127 in the eight bits in which ids of 256 experts are saved."""
+    (tmp_path / "answers.json").write_text(json.dumps(response(IDS.astype(int) + 376, 1)))
+    with pytest.raises(TraceError, match=r"answers.json: routed_experts has 383, .* -1 to 255"):
+        from_vllm([tmp_path / "answers.json"], 256)
 
 
 @pytest.mark.engine  # imports one
@@ -166,11 +176,53 @@ def test_what_is_no_dump(tmp_path: Path) -> None:
         from_sglang([path])
     with pytest.raises(TraceError, match="send requests"):
         from_sglang([dumped(path)])
-    torch.save({"rank": 0, "logical_count": torch.zeros(2, 2, 2)}, path)
+    torch.save({"rank": 0, "logical_count": torch.zeros(2, 2, 2, dtype=torch.int)}, path)
     with pytest.raises(TraceError, match="no token"):
         from_sglang([path])
     with pytest.raises(ConfigError, match="exclude"):
         execute(["record", "--from-vllm", "a", "--from-sglang", "b", "--out", "t.npz"])
+
+
+COUNTS = torch.ones(2, 2, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (COUNTS.bfloat16(), "no array of integers"),
+        (COUNTS.to_sparse(), "no array of integers"),
+        ([[[1, 2], [3]]], "no array of integers"),
+        *((other, "must be integers") for other in (None, "text", {"a": 1}, COUNTS[0], COUNTS / 2)),
+        ([[[1, 10**30]]], "must be integers"),
+        (COUNTS << 32, "must be 0 to 2147483647"),
+    ],
+)
+def test_what_is_no_count(tmp_path: Path, counts: Any, words: str) -> None:
+    torch.save({"rank": 0, "logical_count": counts}, tmp_path / "d.pt")
+    with pytest.raises(TraceError, match=f"d.pt: logical_count .*{words}"):
+        from_sglang([tmp_path / "d.pt"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"topk_ids_of_layer": torch.full((LAYERS, 4, 8), -2)}, "topk_ids_of_layer has -2"),
+        ({"topk_ids_of_layer": torch.ones(LAYERS, 4, 8)}, "topk_ids_of_layer is float32"),
+        ({"forward_mode": "x"}, "forward_mode = 'x'"),
+        ({"input_ids": torch.arange(4)}, "not as expected"),
+    ],
+)
+def test_what_is_no_pass(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        from_sglang([dumped(tmp_path / "d.pt", {**record(0, 0, slice(0, 4)), **changes})])
+
+
+@pytest.mark.parametrize("change", [0.5, -1, 1 << 32])
+def test_what_is_no_map(tmp_path: Path, change: float) -> None:
+    made = {"records": [], "last_physical_to_logical_map": torch.tensor(MAP) + change}
+    torch.save(made, tmp_path / "d.pt")
+    with pytest.raises(TraceError, match=r"last_physical_to_logical_map (is float|has )"):
+        from_sglang([tmp_path / "d.pt"])
 
 
 def sglang_passes(module: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

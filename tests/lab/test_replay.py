@@ -156,8 +156,9 @@ def test_policies_see_only_the_past(
         (("--ep", 4, "--skip", 6), "no batch is left"),
         (("--ep", 4, "--domain-size", 0), "--domain-size"),
         (("--ep", 4, "--slots", 1 << 40), "--slots = 1099511627776 must be 0 to 64"),
-        (("--ep", 4, "--experts", 16), "topk_ids has id"),
-        (("--ep", 4, "--experts", 1 << 40), "experts, must be"),
+        (("--ep", 4, "--experts", 16), "topk_ids has"),
+        (("--ep", 4, "--experts", 1 << 40), "must be a whole number, 1 to 65536"),
+        (("--ep", 4, "--domain-size", 5), "--domain-size = 5 must be 1 to 4"),
         (("--ep", 1 << 12, "--experts", 1 << 12), "smaller --ep"),
     ],
 )

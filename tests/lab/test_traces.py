@@ -85,7 +85,7 @@ def test_loads_of_other_ranks_are_merged_or_split(num_ranks: int) -> None:
 
 IDS = np.zeros((6, 2, 2), np.uint8)
 LENGTHS = np.array([6], np.int32)
-WRAPS = np.array([1 << 62] * 4 + [6])  # to 6, where a sum has 64 bits
+WRAPS = np.array([1 << 62] * 4 + [6])  # their sum is 6 in 64 bits
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ WRAPS = np.array([1 << 62] * 4 + [6])  # to 6, where a sum has 64 bits
         ({"topk_ids": IDS.astype(np.float32), "sequence_lengths": LENGTHS}, "must be integers"),
         ({"topk_ids": IDS[0], "sequence_lengths": LENGTHS}, "3 dimensions"),
         ({"topk_ids": np.uint8(3)}, "3 dimensions"),
-        ({"topk_ids": IDS, "sequence_lengths": LENGTHS + 1}, "sum to 7"),
-        ({"topk_ids": IDS, "sequence_lengths": np.array([7, -1])}, "negative"),
-        ({"topk_ids": IDS, "sequence_lengths": WRAPS}, f"sum to {2**64 + 6}"),
-        ({"topk_ids": IDS, "sequence_lengths": np.full(2, (1 << 63) + 3, np.uint64)}, "sum to 18"),
+        ({"topk_ids": IDS, "sequence_lengths": LENGTHS - 1}, "sum to 5"),
+        ({"topk_ids": IDS, "sequence_lengths": np.array([6, -1])}, "has -1, must be 0 to 6"),
+        ({"topk_ids": IDS, "sequence_lengths": WRAPS}, "must be 0 to 6"),
+        ({"topk_ids": IDS, "sequence_lengths": np.full(2, (1 << 63) + 3, np.uint64)}, "0 to 6"),
         ({"topk_ids": IDS.astype("m8[s]"), "sequence_lengths": LENGTHS}, "must be integers"),
-        ({"topk_ids": IDS.astype(np.int16) - 2, "sequence_lengths": LENGTHS}, "id -2"),
-        ({"topk_ids": IDS + 9, "metadata": np.array('{"num_experts": 8}')}, "id 9"),
+        ({"topk_ids": IDS.astype(np.int16) - 2, "sequence_lengths": LENGTHS}, "has -2"),
+        ({"topk_ids": IDS + 9, "metadata": np.array('{"num_experts": 8}')}, "has 9"),
         ({"topk_ids": IDS, "metadata": np.array('{"num_experts": "8"}')}, "num_experts"),
-        ({"topk_ids": IDS, "metadata": np.array(f'{{"num_experts": {10**12}}}')}, "must be 1 to"),
+        ({"topk_ids": IDS, "metadata": np.array(f'{{"num_experts": {10**12}}}')}, "1 to 65536"),
         ({"topk_ids": IDS, "metadata": np.array("{")}, "JSON"),
         ({"topk_ids": IDS, "metadata": np.array("[" * 100_000)}, "JSON"),
         ({"topk_ids": IDS, "metadata": np.array("[]")}, "JSON object"),
@@ -111,8 +111,8 @@ WRAPS = np.array([1 << 62] * 4 + [6])  # to 6, where a sum has 64 bits
         ({"topk_ids": IDS, "phase": np.full(6, 2)}, "phase"),
         ({"loads": np.zeros((2, 2), np.int32)}, "dimensions"),
         ({"loads": np.zeros((2, 2, 2))}, "integers"),
-        ({"loads": np.full((2, 2, 2), -1)}, "2\\*\\*31"),
-        ({"loads": np.full((2, 2, 2), 1 << 62)}, "2\\*\\*31"),
+        ({"loads": np.full((2, 2, 2), -1)}, "0 to 2147483647"),
+        ({"loads": np.full((2, 2, 2), 1 << 62)}, "0 to 2147483647"),
         ({"other": IDS}, "not a trace"),
         ({"topk_ids": np.array([{}], object)}, "Python objects"),
     ],
@@ -121,6 +121,15 @@ def test_bad_contents(tmp_path: Path, arrays: dict[str, Any], words: str) -> Non
     path = write_npz(tmp_path / "t.npz", **arrays)
     with pytest.raises(TraceError, match=words):
         load_trace(path)
+
+
+def test_ids_are_saved_in_as_few_bytes_as_hold_them(tmp_path: Path) -> None:
+    for most, least, dtype in ((7, 0, "u1"), (300, 0, "u2"), (300, -1, "i4"), (40_000, -1, "i4")):
+        ids = np.array([[[least, most]]])
+        save_trace(tmp_path / "t.npz", Trace(ids, np.array([1]), most + 1))
+        found = load_trace(tmp_path / "t.npz")
+        assert isinstance(found, Trace)
+        assert (found.topk_ids.tolist(), found.topk_ids.dtype) == (ids.tolist(), dtype)
 
 
 def test_files_that_are_not_traces(tmp_path: Path) -> None:

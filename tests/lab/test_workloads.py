@@ -54,6 +54,21 @@ def test_impossible_imbalance_says_what_is_possible() -> None:
         make_trace(workload(num_experts=8, imbalance=4.0))
 
 
+@pytest.mark.parametrize(
+    "layer", [[1, 10**400], [1e308] * 4, [0.5, 0.5], [True, False], ["1", "2"], [-1, 2], None, []]
+)
+def test_totals_that_are_no_integers_are_refused(layer: object) -> None:
+    with pytest.raises(TraceError, match="the table of totals"):
+        drawn_loads({"a": layer}, 2, 5000, 8, seed=1)
+
+
+def test_a_trace_that_nobody_would_read_is_not_drawn() -> None:
+    with pytest.raises(TraceError, match="bytes"):
+        drawn_loads({"a": [1, 2]}, 2, 5000, 10**30, seed=1)
+    with pytest.raises(TraceError, match="2147483647"):
+        drawn_loads({"a": [1, 2]}, 2, 1 << 40, 8, seed=1)
+
+
 def test_batches_from_totals_have_their_proportions() -> None:
     totals = {"a": [600, 200, 100, 100], "b": [0, 1, 1, 2]}
     trace = drawn_loads(totals, 2, 5000, 8, seed=1)

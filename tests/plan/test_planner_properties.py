@@ -30,7 +30,7 @@ def problems(draw: st.DrawFn) -> Problem:
     loads = draw(arrays(np.int32, (num_ranks, shape.num_logical_experts), elements=counts))
     domain_size = draw(st.one_of(st.none(), st.integers(1, num_ranks)))
     lowest = draw(st.sampled_from([1, 400, 1024]))
-    speeds = arrays(np.int32, num_ranks, elements=st.integers(lowest, 1024))
+    speeds = arrays(np.int64, num_ranks, elements=st.integers(lowest, 1024))
     return loads, PlanContext.of(shape, domain_size, draw(st.one_of(st.none(), speeds)))
 
 

@@ -34,8 +34,8 @@ class PlanContext:
         shape, speeds = self.shape, self.speeds
         if shape.num_masters * shape.num_ranks != shape.num_logical_experts:
             raise ValueError(f"{shape = }: num_logical_experts must be a multiple of num_ranks")
-        if self.domain_size < 1:
-            raise ValueError(f"domain_size = {self.domain_size} must be at least 1")
+        if not 1 <= self.domain_size <= shape.num_ranks:
+            raise ValueError(f"domain_size = {self.domain_size} must be 1 to {shape.num_ranks}")
         if speeds.shape != (shape.num_ranks,) or speeds.dtype != np.int64:
             raise ValueError(
                 f"speeds is {speeds.dtype} {speeds.shape}, must be int64 {(shape.num_ranks,)}"
@@ -45,12 +45,14 @@ class PlanContext:
 
     @classmethod
     def of(
-        cls, shape: ExpertShape, domain_size: int | None = None, speeds: Integers | None = None
+        cls,
+        shape: ExpertShape,
+        domain_size: int | None = None,
+        speeds: NDArray[np.int64] | None = None,
     ) -> "PlanContext":
         """All ranks are one domain, and equally fast, where nothing else is said."""
-        fast = full_speeds(shape.num_ranks) if speeds is None else speeds.astype(np.int64)
-        size = shape.num_ranks if domain_size is None else min(domain_size, shape.num_ranks)
-        return cls(shape, size, fast)
+        size = shape.num_ranks if domain_size is None else domain_size
+        return cls(shape, size, full_speeds(shape.num_ranks) if speeds is None else speeds)
 
     def equally_fast(self) -> "PlanContext":
         """The same sizes and domains, as if all ranks were equally fast."""

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep_lab.comparators import own
 from ultraep_lab.comparators.eplb import eplb_copies
@@ -35,6 +34,8 @@ from ultraep_lab.comparators.placement import (
     of_plan,
     slots_of,
 )
+from ultraep_lab.integers import Integers, integers
+from ultraep_lab.trace import LOADS
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.checks import check_home_first, check_slots, check_split
 from ultraep_serve.plan.context import PlanContext
@@ -44,7 +45,6 @@ from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = ["POLICIES", "PolicyFunction", "policy_function", "policy_of"]
 
-Integers = NDArray[np.integer]
 Place = Callable[[Counts, PlanContext, Counts], Placement]  # of loads, context and history
 Split = Callable[[Counts, Placement], IntArray]  # shares (R, E, R) of loads and placement
 
@@ -135,13 +135,10 @@ def policy_of(function: own.QuotaFunction, name: str) -> PolicyFunction:
 
 
 def _checked_history(history: Integers, shape: ExpertShape) -> Counts:
-    expected = (shape.num_ranks, shape.num_logical_experts)
-    is_integer = np.issubdtype(history.dtype, np.integer)
-    if history.ndim != 3 or history.shape[1:] != expected or not is_integer:
-        raise ValueError(f"history is {history.dtype} {history.shape}, must be (N, *{expected})")
-    if history.size and history.min() < 0:
-        raise ValueError("history must not be negative")
-    return history.astype(np.int64)
+    past = integers("history", history, (3,), LOADS).astype(np.int64)
+    if past.shape[1:] != (expected := (shape.num_ranks, shape.num_logical_experts)):
+        raise ValueError(f"history is {past.shape}, must be (N, *{expected})")
+    return past
 
 
 def _place_off(loads: Counts, context: PlanContext, history: Counts) -> Placement:

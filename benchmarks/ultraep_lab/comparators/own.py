@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from ultraep_lab.comparators.placement import Counts, Placement, of_quota
+from ultraep_lab.integers import integers
+from ultraep_lab.trace import LOADS
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 
@@ -67,16 +69,14 @@ def place_by(function: QuotaFunction) -> Callable[[Counts, PlanContext, Counts],
     """
 
     def place(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-        answer = np.asarray(function(loads.copy(), context, history.copy()))
+        answer = function(loads.copy(), context, history.copy())
+        quota = integers("broken plan: the quota", answer, (2,), LOADS).astype(np.int64)
         expected = loads.shape[::-1]
-        if answer.shape != expected or answer.dtype.kind not in "iu":
+        if quota.shape != expected or not np.array_equal(quota.sum(1), loads.sum(0)):
             raise ValueError(
-                f"broken plan: a quota is integers (E, R) = {expected}, not {answer.dtype} "
-                f"{answer.shape}"
+                f"broken plan: a quota is (E, R) = {expected}, not {quota.shape}, and its rows "
+                "sum to the loads"
             )
-        quota = answer.astype(np.int64)
-        if (quota < 0).any() or not np.array_equal(quota.sum(1), loads.sum(0)):
-            raise ValueError("broken plan: quotas are not negative and sum to the loads")
         return of_quota(quota, context.shape)
 
     return place
