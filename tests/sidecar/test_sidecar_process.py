@@ -101,6 +101,16 @@ def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_an_address_that_cannot_be_served_on_says_which_part_of_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for host, port, wrong in (
+            ("192.0.2.1", 0, "host"),
+            ("127.0.0.1", other.getsockname()[1], "port"),
+        ):
+            with pytest.raises(ConfigError, match=f"choose another --{wrong}$"):
+                serve(tmp_path, SidecarSettings(host=host, port=port), "t" * 32)
+
+
 def test_other_hosts_need_a_token(tmp_path: Path) -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
     for host in ("0.0.0.0", "::", "", "10.0.0.1", "localhost.evil", "example.invalid"):

@@ -81,7 +81,7 @@ def check_plan(
     shape: ExpertShape,
     source: int = 0,
     domain_size: int | None = None,
-    speeds: NDArray[np.integer] | None = None,
+    speeds: NDArray[np.int64] | None = None,
 ) -> float | None:
     """The plan of rank ``source`` for ``loads`` (R, E) and ``speeds`` (R,)."""
     fast = None if speeds is None else torch.from_numpy(speeds).int().to(bench.device)

@@ -85,13 +85,16 @@ def run_reader(module: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
 
 
-def rank_count(total: int, hosts: int, stages: int = 1, here: int | None = None) -> RankCount:
-    """How ``total`` ranks lie on ``hosts``, of which this one has ``here``; None: its equal share.
+def rank_count(
+    tensor: int, hosts: int, stages: int = 1, replicas: int = 1, here: int | None = None
+) -> RankCount:
+    """How ranks lie on ``hosts``, of which this one has ``here``; None: its equal share.
 
-    Raises ConfigError.
+    There are ``tensor`` times ``stages`` times ``replicas``. Raises ConfigError.
     """
-    if total < 1 or hosts < 1 or stages < 1:
+    if min(tensor, hosts, stages, replicas) < 1:
         raise ConfigError("sizes of parallelism and numbers of hosts must be 1 or more")
+    total = tensor * stages * replicas
     if here is None:
         if total % hosts:
             raise ConfigError(
@@ -99,6 +102,8 @@ def rank_count(total: int, hosts: int, stages: int = 1, here: int | None = None)
                 "hosts that divides them"
             )
         here = total // hosts
+    if not 0 <= here <= total:
+        raise ConfigError(f"{here} of {total} ranks cannot be on this host; choose 0 to {total}")
     return RankCount(total, here, stages, max(1, here // stages))
 
 

@@ -126,12 +126,12 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
     Ranks of a pipeline stage follow each other in each data-parallel replica.
     """
     tensor, stages = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
-    size, here = tensor * stages, None
+    replicas, size, here = parsed.data_parallel_size, tensor * stages, None
     if parsed.data_parallel_rank is not None:
         here = size
     elif parsed.data_parallel_size_local is not None:
         here = size * parsed.data_parallel_size_local
-    found = rank_count(size * parsed.data_parallel_size, parsed.nnodes, stages, here)
+    found = rank_count(tensor, parsed.nnodes, stages, replicas, here)
     is_part = found.here < size  # of a replica, whose stages are on other hosts
     return found._replace(in_stage_here=min(tensor, found.here)) if is_part else found
 

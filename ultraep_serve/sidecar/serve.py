@@ -22,7 +22,7 @@ from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
-from ultraep_serve.system.machine import address_of, why_not_listen
+from ultraep_serve.system.machine import address_of, is_here, why_not_listen
 from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -167,9 +167,9 @@ def _listen(host: str, port: int) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
-        reason = why_not_listen(host, port) or error
+        reason, wrong = why_not_listen(host, port) or error, "port" if is_here(host) else "host"
         raise ConfigError(
-            f"cannot serve on {address_of(host, port)}: {reason}; choose another --host or --port"
+            f"cannot serve on {address_of(host, port)}: {reason}; choose another --{wrong}"
         ) from error
 
 
