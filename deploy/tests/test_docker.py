@@ -126,6 +126,11 @@ def test_compose_gives_the_engine_shared_memory_and_every_service_a_health_check
         assert f"'{port.rpartition(':')[2]}/" in image
 
 
+@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_GPUS], ids=lambda path: path.name)
+def test_compose_starts_an_engine_again_that_ends_with_status_0(path: Path) -> None:
+    assert read_yaml(path)["services"]["engine"]["restart"] == "unless-stopped"
+
+
 def test_files_that_compose_mounts_exist() -> None:
     for service in _services().values():
         for volume in service["volumes"]:
