@@ -22,7 +22,7 @@ from tests.faults.engine import run_path
 from ultraep_lab.this_machine import free_port
 from ultraep_serve.system.listeners import listening_processes
 
-SECONDS = 30.0  # for anything to come up
+SECONDS = 120.0  # for anything to come up
 HOSTS = ("127.0.0.1", "localhost")  # two names of the sidecar stand for two hosts of one server
 
 
