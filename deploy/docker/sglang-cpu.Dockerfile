@@ -25,8 +25,10 @@ RUN PIP_NO_CACHE_DIR=1 python deploy/setup_sglang_cpu.py /opt/venv --no-dev \
 USER 10001
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /home/ultraep
+# /health would send a prompt of its own, and fail while a long prefill keeps it waiting.
+ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
 EXPOSE 30000 30700
-HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30700/readyz')]"]
+HEALTHCHECK --interval=10s --timeout=30s --start-period=30m --retries=6 \
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=10) for end in ('30000/health', '30700/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["sglang", "--help"]

@@ -14,8 +14,10 @@ RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir ".[sglang,
 
 USER 10001
 WORKDIR /home/ultraep
+# /health would send a prompt of its own, and fail while a long prefill keeps it waiting.
+ENV SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0
 EXPOSE 30000 30700
-HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python3", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30700/readyz')]"]
+HEALTHCHECK --interval=10s --timeout=30s --start-period=60m --retries=6 \
+    CMD ["python3", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=10) for end in ('30000/health', '30700/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["sglang", "--help"]

@@ -25,7 +25,7 @@ USER 10001
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /home/ultraep
 EXPOSE 8000 8700
-HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('8000/health', '8700/readyz')]"]
+HEALTHCHECK --interval=10s --timeout=30s --start-period=30m --retries=6 \
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=10) for end in ('8000/health', '8700/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["vllm", "--help"]

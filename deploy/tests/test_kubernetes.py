@@ -1,9 +1,11 @@
 """Kubernetes manifests: built by kustomize, valid by their schemas, and as safe as they say."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from files import RULES, read_yaml
+from files import DEPLOY, RULES, read_yaml
 from manifests import (
     DISAGGREGATED,
     KUBERNETES,
@@ -19,6 +21,13 @@ from manifests import (
 ALL = [*ONE_HOST, *MANY_HOSTS, *DISAGGREGATED]
 
 every = pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
+
+
+def containers() -> Iterator[dict[str, Any]]:
+    """Those of every pod."""
+    for path in ALL:
+        for pod in pods(built(path)):
+            yield from pod.spec["containers"]
 
 
 def test_no_overlay_is_forgotten() -> None:
@@ -80,6 +89,27 @@ def test_pods_are_locked_down(path: Path) -> None:
             assert locked["readOnlyRootFilesystem"]
             assert not locked["allowPrivilegeEscalation"]
             assert locked["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_probes_are_everywhere_as_in_the_base() -> None:
+    """Which the tests of engines run against servers; loading may take longer than there."""
+    (base,) = balanced_pods(KUBERNETES / "base")
+    for entry in containers():
+        for name in ("startupProbe", "livenessProbe"):
+            first = base.container("engine")[name]
+            failures = entry.get(name, first)["failureThreshold"]
+            assert entry.get(name, first) == first | {"failureThreshold": failures}
+            assert failures >= first["failureThreshold"]
+        assert entry["readinessProbe"]["timeoutSeconds"] >= 10
+
+
+def test_sglang_answers_health_without_a_prompt_of_its_own() -> None:
+    """Our images set it; the engine's own image does not."""
+    variable = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+    images = [path.read_text() for path in (DEPLOY / "docker").glob("sglang*.Dockerfile")]
+    assert [f"\nENV {variable}=0\n" in text for text in images] == [True, True]
+    plain = [entry for entry in containers() if entry["image"].startswith("lmsysorg/sglang:")]
+    assert [{"name": variable, "value": "0"} in entry["env"] for entry in plain] == [True]
 
 
 @every

@@ -40,4 +40,4 @@ def test_the_unit_starts_a_balanced_server_again_when_it_ends() -> None:
     _, flags = our_flags(line)
     assert line[0] == "vllm"
     check_parallelism("vllm", read_flags("vllm", flags))
-    assert service["Restart"] == "always"  # engines may end with status 0 when a rank is lost
+    assert service["Restart"] == "always"  # vLLM ends with status 0 when its engine has died

@@ -48,6 +48,15 @@ def test_every_group_around_a_process_limits_it(
     assert machine.available_memory(meminfo, tmp_path) == available
 
 
+def test_groups_without_a_limit_are_not_known_to_leave_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
+    group(tmp_path, "max", used=400)
+    first_version(tmp_path / "memory", "max", used=400)
+    assert machine.available_memory(tmp_path / "unknown", tmp_path) is None
+
+
 def test_a_group_that_is_full_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,13 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
+from tests.support.probes import image_environment
 from tests.support.serving_checks import (
     PROMPTS,
     balance,
     check_balanced,
     check_end,
+    check_probes,
     check_without_files,
     run_paths,
     served,
@@ -71,6 +73,8 @@ class TestOneServer:
     ) -> Iterator[BalancedServer]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(records))
+            for name, value in image_environment("sglang").items():
+                patch.setenv(name, value)
             extra = ("--expert-distribution-recorder-mode", "stat")
             with serve(qwen3, tmp_path_factory.mktemp("server"), *extra) as server:
                 yield server
@@ -87,6 +91,9 @@ class TestOneServer:
             off = recorded_counts(server, PROMPTS[:4], records)
             sidecar.set_policy(Policy.QUOTA)
             assert recorded_counts(server, PROMPTS[:4], records) == off
+
+    def test_probes_are_answered_in_long_prefills(self, server: BalancedServer) -> None:
+        check_probes(server, "sglang")
 
     def test_it_serves_on_without_its_files_and_says_so(self, server: BalancedServer) -> None:
         check_without_files(server)

@@ -20,6 +20,7 @@ from tests.support.serving_checks import (
     check_balanced,
     check_end,
     check_nothing_left,
+    check_probes,
     check_without_files,
     run_paths,
     served,
@@ -100,6 +101,9 @@ class TestDataParallel(Served):
         assert trace.metadata["missed_records"] == 0
         replayed = replay(trace, ReplayOptions(num_ranks=2), [policy_function("off")])
         assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-2)
+
+    def test_probes_are_answered_in_long_prefills(self, server: BalancedServer) -> None:
+        check_probes(server, "vllm")
 
     def test_a_killed_server_takes_everything_down_and_leaves_nothing(
         self, server: BalancedServer

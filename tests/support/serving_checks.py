@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.support.namespaces import Hosts, on_host
+from tests.support.probes import health_check, probes
 from tests.support.waiting import until
 from ultraep_lab.bench.greedy_tokens import generate
 from ultraep_lab.bench.sidecar import Sidecar
@@ -72,6 +74,42 @@ def check_balanced(server: BalancedServer, num_layers: int) -> None:
     assert summary["bytes_moved"] > 0
     assert summary["batches"]["skipped"]["inconsistent"] == 0
     assert "ultraep: loading has ended" in server.log_path.read_text(errors="replace")
+
+
+def check_probes(server: BalancedServer, engine: str) -> None:
+    """It passes every probe when idle and in prefills, and lives while its ranks answer nothing.
+
+    As they do in a batch of a minute, which stopped ranks stand for.
+    """
+    asked, is_healthy = probes(), health_check(engine)
+    prompts = mixed_prompts(32, longest=CONTEXT - 500)
+    assert asked["livenessProbe"].silence_seconds >= 60
+
+    def failed(*names: str) -> list[str]:
+        return [name for name in names if not asked[name].passes(server)]
+
+    assert failed(*asked) == []
+    assert is_healthy(server)
+    with ThreadPoolExecutor(1) as pool:
+        prefills = pool.submit(generate, server.url, server.model, prompts, 1, concurrency=8)
+        while not prefills.done():
+            assert failed(*asked) == []
+            assert is_healthy(server)
+        prefills.result()
+        ranks = [rank["pid"] for rank in balance(server)["ranks"]]
+        try:
+            for rank in ranks:
+                os.kill(rank, signal.SIGSTOP)
+            waiting = pool.submit(generate, server.url, server.model, prompts[:1], 1, concurrency=1)
+            for _ in range(3):
+                assert failed("startupProbe", "livenessProbe") == []
+                time.sleep(0.2)
+            assert not waiting.done()
+        finally:
+            for rank in ranks:
+                os.kill(rank, signal.SIGCONT)
+        waiting.result()
+    until(lambda: failed("readinessProbe") == [])
 
 
 def check_killed_rank(server: BalancedServer) -> None:

@@ -1,10 +1,12 @@
 """Who listens on a port of this machine, as far as /proc shows it to this user."""
 
-from collections.abc import Iterator
+import ipaddress
+import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["listener", "listening_processes"]
+__all__ = ["listener", "listening_addresses", "listening_processes"]
 
 _LISTENING = "0A"
 
@@ -14,13 +16,15 @@ def listening_processes(port: int, proc: Path = Path("/proc")) -> list[int]:
 
     Processes of other users show their sockets to root alone, those of other containers to nobody.
     """
-    wanted = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
-    found = []
-    for process in proc.glob("[0-9]*") if wanted else ():
-        with suppress(OSError):  # it has ended, or is another user's
-            if any(_target(link) in wanted for link in (process / "fd").iterdir()):
-                found.append(int(process.name))
-    return found
+    sockets = _sockets(port, proc)
+    processes = proc.glob("[0-9]*") if sockets else ()
+    return [int(process.name) for process in processes if _held(process, sockets)]
+
+
+def listening_addresses(port: int, process: int, proc: Path = Path("/proc")) -> list[str]:
+    """Addresses by which this machine reaches ``process``, as far as it listens on TCP ``port``."""
+    sockets = _sockets(port, proc)
+    return sorted({_reached_by(sockets[link]) for link in _held(proc / str(process), sockets)})
 
 
 def listener(port: int, proc: Path = Path("/proc")) -> str | None:
@@ -32,17 +36,35 @@ def listener(port: int, proc: Path = Path("/proc")) -> str | None:
     return None
 
 
-def _inodes(port: int, proc: Path) -> Iterator[str]:
-    """The sockets that listen on ``port`` of any address."""
+def _sockets(port: int, proc: Path) -> dict[str, str]:
+    """Addresses of the sockets that listen on ``port``, as the kernel writes them, by link."""
+    found = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in (proc / "net" / table).read_text().splitlines()[1:]:
                 _, local, _, state, *_, inode = line.split()[:10]
-                if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
-                    yield inode
+                address, _, number = local.rpartition(":")
+                if state == _LISTENING and int(number, 16) == port:
+                    found[f"socket:[{inode}]"] = address
+    return found
 
 
-def _target(link: Path) -> str:
-    with suppress(OSError):  # it was closed meanwhile
-        return str(link.readlink())
-    return ""
+def _held(process: Path, sockets: Iterable[str]) -> list[str]:
+    """Those of ``sockets`` that ``process`` has open."""
+    found = []
+    with suppress(OSError):  # it has ended, or is another user's
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # it was closed meanwhile
+                found.append(str(link.readlink()))
+    return [link for link in found if link in sockets]
+
+
+def _reached_by(written: str) -> str:
+    """The address that is ``written`` in words of the machine's byte order; loopback for any."""
+    words = (int(written[at : at + 8], 16) for at in range(0, len(written), 8))
+    address = ipaddress.ip_address(b"".join(struct.pack("=I", word) for word in words))
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "::1"
+    return str(address)

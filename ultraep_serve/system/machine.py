@@ -23,6 +23,7 @@ _MEMORY_FILES = (  # limit, use, and which line of memory.stat: versions 2 and 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+_NO_LIMIT = 1 << 62  # version 1 writes the largest number of whole pages in 63 bits
 
 
 def has_amx() -> bool:
@@ -67,7 +68,10 @@ def _free_in_group(group: Path) -> int | None:
     for limit, use, cache in _MEMORY_FILES:
         # There is none, or its limit is "max".
         with suppress(OSError, ValueError):
-            free = int((group / limit).read_text()) - int((group / use).read_text())
+            most = int((group / limit).read_text())
+            if most >= _NO_LIMIT:
+                return None
+            free = most - int((group / use).read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             counters = dict(line.split() for line in lines)
             return max(0, free + int(counters.get(cache, 0)))

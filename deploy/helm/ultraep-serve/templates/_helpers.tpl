@@ -154,13 +154,14 @@ startupProbe:
     path: /health
     port: http
   periodSeconds: 10
+  timeoutSeconds: 30
   failureThreshold: {{ mul .Values.loadMinutes 6 }}
 livenessProbe:
   httpGet:
     path: /health
     port: http
   periodSeconds: 10
-  timeoutSeconds: 5
+  timeoutSeconds: 30
   failureThreshold: 6
 {{- end }}
 
@@ -171,5 +172,5 @@ readinessProbe:
     path: /readyz
     port: sidecar
   periodSeconds: 5
-  timeoutSeconds: 5
+  timeoutSeconds: 10
 {{- end }}
