@@ -22,7 +22,7 @@ import httpx
 import psutil
 from served import add_server_flags, model, serve
 
-from ultraep_lab.bench.greedy_tokens import Generation, generate
+from ultraep_lab.bench.greedy_tokens import Generation, compare_tokens, generate
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
 from ultraep_serve.types import Policy
@@ -86,13 +86,13 @@ class Traffic:
         time.sleep(self._random.expovariate(1 / PAUSE_SECONDS))
 
     def _compare(self, number: int, tokens: int) -> None:
-        prompt, expected = self._prompts[number], self._expected[number].token_ids
-        (answer,) = generate(self._server.url, self._server.model, [prompt], tokens, 1)
-        assert expected is not None
-        assert answer.token_ids is not None
+        url, model = self._server.url, self._server.model
+        expected = [Generation(*(each[:tokens] for each in self._expected[number]))]
+        answer = generate(url, model, [self._prompts[number]], tokens, 1)
         self.seen["answers"] += 1
-        if answer.token_ids != expected[:tokens]:
-            self.wrong.append(f"prompt {number}: {answer.token_ids}, not {expected[:tokens]}")
+        if not compare_tokens(expected, answer).same:
+            found = answer[0].tokens, expected[0].tokens
+            self.wrong.append(f"prompt {number}: {found[0]}, not {found[1]}")
 
     def _leave(self, prompt: str) -> None:
         """Close the connection after the first token."""

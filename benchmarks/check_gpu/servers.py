@@ -111,12 +111,12 @@ def serve(engine: str, model: Path, flags: Sequence[str], log: Path) -> dict[str
         found: dict[str, Any] = {"seconds_to_start": round(time.monotonic() - began, 1)}
         prompts = mixed_prompts(16)
         compared = check_tokens(server, prompts)
-        found |= {"answers": compared.prompts, "same": compared.identical}
+        found |= {"answers": compared.prompts, "same": compared.same}
         generate_under(server, Policy.QUOTA, [max(prompts, key=len)], max_tokens=1)
         found |= shown(server)
         found |= bereaved(*servers)
     # in bfloat16 sums in another order may change a token between two that are nearly as likely
-    assert 2 * compared.identical >= compared.prompts, "more than half of the answers differ"
+    assert 2 * compared.same >= compared.prompts, "more than half of the answers differ"
     assert found["imbalance"]["after"] < found["imbalance"]["before"], "nothing was balanced"
     return found
 

@@ -10,8 +10,8 @@ so one that hangs or breaks the GPU's context is an error in the report and the 
 the JSON is written after each, with the launches that a layer takes (``launches_per_layer``) and
 the host's work beside them (``host_microseconds_per_layer``). The most important parts come first;
 those for which --seconds leave no time are reported so. Exits with 1 if anything failed; a target
-that was missed is no failure. Needs torch, triton, numpy, numba, cuda-bindings and pytest; where
-the package is not installed: PYTHONPATH=.:kernels:benchmarks.
+that was missed is no failure. Needs torch, triton, numpy, numba and cuda-bindings, a dry run
+also pydantic; where the package is not installed: PYTHONPATH=.:kernels:benchmarks.
 
 Ranks are virtual unless a row says processes: their memory lies in separate buffers of one device,
 so rates are the device's own, not those of a link between devices. A dry run takes the same path in

@@ -1,42 +1,45 @@
 """Every kernel over its edge cases: ``tests/cuda/check_*.py``, which are checked and not timed."""
 
-import os
-import sys
-from pathlib import Path
+import importlib
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 from report import Report
 
 from tests.support.bench import Bench
 
-FOLDER = Path(__file__).resolve().parents[2] / "tests" / "cuda"
+IN_HOST_MEMORY = ("balancer", "samples", "self_check", "setup")
 
 
 def run(bench: Bench, report: Report, *names: str) -> None:
-    """Every check of ``names`` is a row; those that need the interpreter are left out on a GPU."""
-    import pytest
+    """Every case of every function ``test_...`` of ``names`` is a row.
 
-    assert names, "without files pytest would run whatever it finds"
+    On a GPU those are left out that play the device in host memory.
+    """
+    names = tuple(name for name in names if bench.interpreted or name not in IN_HOST_MEMORY)
+    with warnings.catch_warnings():
+        if bench.interpreted:  # a GPU machine has versions of its own
+            warnings.simplefilter("error")
+        for name in names:
+            found = importlib.import_module(f"tests.cuda.check_{name}")
+            for check in vars(found).values():
+                if getattr(check, "__name__", "").startswith("test_"):
+                    _run_cases(bench, report, f"check_{name}.py::{check.__name__}", check)
 
-    class Rows:
-        """Takes pytest's results down."""
 
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            if report.failed:
-                add(report)
+def _run_cases(bench: Bench, report: Report, what: str, check: Callable[..., None]) -> None:
+    fixed = {"bench": bench} if "bench" in inspect.signature(check).parameters else {}
+    for case in getattr(check, "cases", [{}]):
+        row: dict[str, Any] = {"what": what + (f"[{_label(case)}]" if case else "")}
+        try:
+            check(**fixed, **case)
+            report.add({**row, "passed": True})
+        except Exception:
+            report.add({**row, "passed": False, "error": traceback.format_exc()})
 
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.failed or (report.when == "call" and report.passed):
-                add(report)
 
-    def add(outcome: "pytest.CollectReport | pytest.TestReport") -> None:
-        row = {"what": outcome.nodeid, "passed": outcome.passed}
-        report.add(row if outcome.passed else {**row, "error": outcome.longreprtext})
-
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-c", os.devnull, f"--rootdir={FOLDER}", f"--confcutdir={FOLDER}"]
-    options += ["-W", "error"] if bench.interpreted else []  # a GPU machine has versions of its own
-    checks = [str(FOLDER / f"check_{name}.py") for name in names]
-    options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--continue-on-collection-errors"]
-    code = pytest.main([*options, *checks], plugins=[Rows()])
-    if code and report.all_passed:
-        sys.exit(f"pytest ended with {code!r}")
+def _label(case: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in case.items())

@@ -22,11 +22,11 @@ import torch
 from benchmarks.model_families.checkpoints import FAMILIES, Family, make_family
 from benchmarks.model_families.run import PROMPTS, Answer, difference, settings
 from tests.support.ways_to_start import ENVIRONMENT
+from ultraep_lab.bench.greedy_tokens import ROUNDING, Generation
 
 __all__ = ["measure_family"]
 
 MAX_AFTER = 1.02  # imbalance of every batch and layer
-MAX_LOGPROB_DIFFERENCE = 1e-4  # float32
 WRONG = 0.5  # log-probabilities this far apart are no rounding, in any type
 _TIMEOUT_SECONDS = 900.0
 _REFUSAL = "ultraep: error: "
@@ -103,7 +103,7 @@ def _apart_from_transformers(answers: list[Answer], model: Path, family: Family)
 
 
 def _answers(found: list[Any]) -> list[Answer]:
-    return [Answer(*fields) for fields in found]
+    return [Answer(Generation(*made), logprobs) for made, logprobs in found]
 
 
 def _run(engine: str, name: str, model: Path, stock: int = 0) -> Row | str:
@@ -170,7 +170,7 @@ def _problems(num_layers: int, dtype: str, found: Row) -> list[str]:
     if dtype == "float32":
         if quota["same_tokens"] < quota["prompts"]:
             problems.append(f"tokens differ in {quota['prompts'] - quota['same_tokens']} prompts")
-        if quota["logprobs"] > MAX_LOGPROB_DIFFERENCE:
+        if quota["logprobs"] > ROUNDING:
             problems.append(f"log-probabilities differ by {quota['logprobs']:.1e}")
     elif quota["same_tokens"] < control["same_tokens"]:
         problems.append(f"tokens differ in {quota['prompts'] - quota['same_tokens']} prompts")

@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.model_families.checkpoints import FAMILIES, Family
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.ways_to_start import SGLANG, VLLM, balanced_layers, run_path_of
+from ultraep_lab.bench.greedy_tokens import LIKELIEST, Generation, compare_tokens
 from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.sidecar.proof import self_check_of, verification_of
 from ultraep_serve.telemetry.control import ControlPage
@@ -36,7 +37,7 @@ PROMPTS = [sample_text(DOMAINS[i % len(DOMAINS)], 100 + 15 * i, seed=i) for i in
 class Answer(NamedTuple):
     """What an engine said to one prompt."""
 
-    tokens: list[int]  # greedy
+    made: Generation
     logprobs: list[float]  # of every prompt token but the first
 
 
@@ -62,13 +63,17 @@ def vllm_asker(family: Family, model: str, stock: int) -> Ask:
     alone = {"tensor_parallel_size": stock, "enable_expert_parallel": False}
     balancing = {"additional_config": {"ultraep": settings(family)}}
     engine = LLM(model, **{**VLLM, **own, **(alone if stock else balancing)})
-    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=0)
+    greedy = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=0, logprobs=LIKELIEST
+    )
 
     def answer(prompt: str) -> Answer:
         (done,) = engine.generate(prompt, greedy, use_tqdm=False)
         chosen = zip(done.prompt_token_ids[1:], done.prompt_logprobs[1:], strict=True)
         logprobs = [position[token].logprob for token, position in chosen]
-        return Answer(list(done.outputs[0].token_ids), logprobs)
+        output = done.outputs[0]
+        best = [{str(id): of.logprob for id, of in each.items()} for each in output.logprobs]
+        return Answer(Generation([*map(str, output.token_ids)], best), logprobs)
 
     return lambda: [answer(prompt) for prompt in PROMPTS]
 
@@ -83,9 +88,13 @@ def sglang_asker(family: Family, model: str, stock: int) -> Ask:
     greedy = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     def answer(prompt: str) -> Answer:
-        done = engine.generate(prompt, greedy, return_logprob=True, logprob_start_len=0)
-        logprobs = [entry[0] for entry in done["meta_info"]["input_token_logprobs"][1:]]
-        return Answer(done["output_ids"], logprobs)
+        done = engine.generate(
+            prompt, greedy, return_logprob=True, logprob_start_len=0, top_logprobs_num=LIKELIEST
+        )
+        found = done["meta_info"]
+        logprobs = [entry[0] for entry in found["input_token_logprobs"][1:]]
+        best = [{str(id): value for value, id, _ in each} for each in found["output_top_logprobs"]]
+        return Answer(Generation([*map(str, done["output_ids"])], best), logprobs)
 
     return lambda: [answer(prompt) for prompt in PROMPTS]
 
@@ -132,12 +141,13 @@ def proof(run_path: Path) -> dict[str, Any]:
 
 def difference(one: list[Answer], other: list[Answer]) -> dict[str, float]:
     """In how many prompts the tokens are alike, and how far log-probabilities are apart at most."""
+    compared = compare_tokens([answer.made for answer in one], [answer.made for answer in other])
     apart = [np.abs(np.subtract(a.logprobs, b.logprobs)) for a, b in zip(one, other, strict=True)]
-    same = sum(a.tokens == b.tokens for a, b in zip(one, other, strict=True))
     return {
-        "prompts": len(one),
-        "same_tokens": same,
-        "logprobs": float(np.concatenate(apart).max()),
+        "prompts": compared.prompts,
+        "same_tokens": compared.same,
+        "ties": compared.ties,
+        "logprobs": max(compared.max_logprob_difference, float(np.concatenate(apart).max())),
     }
 
 

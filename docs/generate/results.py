@@ -178,8 +178,12 @@ def _demo() -> str:
 
     lines = [line.strip("╭╮╰╯│─").rstrip() for line in printed(demo_view(read_document("demo")))]
     lines = [line for line in lines if line.strip()]
-    first = next(index for index, line in enumerate(lines) if "Load of" in line)
-    return "\n".join([*lines[first : first + 7], lines[-1]])
+    first, answers = (_index(lines, words) for words in ("Load of", "same tokens"))
+    return "\n".join([*lines[first : first + 7], *lines[answers:]])
+
+
+def _index(lines: list[str], words: str) -> int:
+    return next(index for index, line in enumerate(lines) if words in line)
 
 
 def _gains() -> str:

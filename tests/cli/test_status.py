@@ -154,6 +154,25 @@ def test_a_sidecar_elsewhere(
     run.close()
 
 
+def test_a_terminal_obeys_nothing_of_a_sidecar_elsewhere(
+    tmp_path: Path, planned_run: SyntheticRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    obeyed = "\x1b]0;title\x07\x9b2J\u202e"
+    balance = {**ultraep_serve.status(run_dir=tmp_path), "engine": obeyed}
+    reasons = {"ready": False, "status": "not ready", "reasons": {"0": f"failed{obeyed}"}}
+    other = FastAPI()
+    other.get("/v1/balance")(lambda: balance)
+    other.get("/readyz")(lambda: reasons)
+    with serving(other) as url:
+        for words in (["status"], ["status", "--json"]):
+            assert main([*words, "--url", url]) == 1
+            shown = capsys.readouterr().out
+            assert not set(obeyed) - set("]0;title2J") & set(shown)
+            assert "]0;title" in shown
+    assert main(["status", "--run-dir", f"{tmp_path}/{obeyed}"]) == 2
+    assert not set("\x1b\x9b\x07") & set(capsys.readouterr().err)
+
+
 def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> None:
     other = FastAPI()
     other.get("/{path:path}")(lambda: {"status": "ok"})

@@ -187,6 +187,13 @@ def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["settings.yaml", "settings.json"])
+def test_a_byte_order_mark_is_no_part_of_a_file(name: str, tmp_path: Path) -> None:
+    """Some editors begin every file with one."""
+    (tmp_path / name).write_text('{"slots": 3}', encoding="utf-8-sig")
+    assert of_file(tmp_path / name)[0].slots == 3
+
+
 def test_a_pipe_is_no_file_of_settings(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="not a regular file"):

@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
-import pytest
 import torch
 from ultraep_kernels.contract import Choice
-
-pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 from tests.support.balancer_rigs import (
     CONFIG,
@@ -29,8 +27,8 @@ from tests.support.balancer_rigs import (
     search_briefly,
     skewed,
 )
+from tests.support.cases import cases
 from tests.support.hosts import engine_group
-from tests.support.interpreter import INTERPRETED
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.cuda.recording import PendingBatch
@@ -38,7 +36,6 @@ from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 TIME_OF_CHOICE = Choice._fields.index("time")
 NO_COSTS = IntegerCosts(1000, 0, 0, 0, 0, 0)
 
@@ -139,7 +136,7 @@ def compare_slots(rank: int, rigs: tuple[Rig, Rig], layer: int, num_masters: int
     return filled
 
 
-@pytest.mark.parametrize("view", list(TokenView))
+@cases("view", list(TokenView))
 def test_both_balancers_do_the_same(view: TokenView) -> None:
     setup = Setup(ExpertShape(2, 8, 1), view)
     with fresh_run_path() as run_path:
@@ -147,7 +144,7 @@ def test_both_balancers_do_the_same(view: TokenView) -> None:
     assert sum(filled) > 0
 
 
-@pytest.mark.parametrize("view", list(TokenView))
+@cases("view", list(TokenView))
 def test_domains(view: TokenView) -> None:
     """Four ranks in two domains: each copies its own hot experts, and hears of all tokens."""
     setup = Setup(ExpertShape(4, 8, 1), view, domain_size=2, relay="always")
@@ -174,11 +171,10 @@ def test_experts_are_timed_in_the_stream_and_published() -> None:
     assert balancer._choice.asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // ids.numel()
 
 
-def test_records_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.object(PendingBatch, "is_done", False)
+def test_records_wait_for_the_device() -> None:
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder)
-    is_done = [False]
-    monkeypatch.setattr(PendingBatch, "is_done", property(lambda page: is_done[0]))
     for _ in range(3):
         for layer in range(LAYERS):
             balancer.route(layer, even(0), 100)
@@ -186,8 +182,8 @@ def test_records_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             balancer.computed()
         balancer.route(0, even(0), 1)  # a small batch in between is counted in its turn
     assert recorder.events == []
-    is_done[0] = True
-    balancer.computed()
+    with mock.patch.object(PendingBatch, "is_done", True):
+        balancer.computed()
     found = [
         event.name if isinstance(event, Decision) else (event["batch"], event["layer"])
         for event in recorder.events
@@ -196,15 +192,15 @@ def test_records_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [(1, 0), (1, 1), *small, (3, 0), (3, 1), *small, (5, 0), (5, 1), *small]
 
 
-def test_no_record_is_lost_where_the_host_has_not_come_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_record_is_lost_where_the_host_has_not_come_by() -> None:
     """Its page is used again three batches later, when the device is done with it."""
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder)
-    monkeypatch.setattr(balancer, "_record_what_is_done", lambda: None)
-    for _ in range(4):
-        for layer in range(LAYERS):
-            balancer.route(layer, even(0), 100)
-            balancer.receive()
-            balancer.computed()
+    with mock.patch.object(balancer, "_record_what_is_done"):
+        for _ in range(4):
+            for layer in range(LAYERS):
+                balancer.route(layer, even(0), 100)
+                balancer.receive()
+                balancer.computed()
     found = [(event["batch"], event["layer"]) for event in recorder.events]
     assert (found, recorder.lost) == ([(1, 0), (1, 1)], 0)

@@ -1,13 +1,13 @@
 """count and reroute on the device against the CPU, over the edge set."""
 
 import numpy as np
-import pytest
 import torch
 from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS, count
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
+from tests.support.cases import cases
 from tests.support.ids import edge_ids, plan_of, skewed_ids
 from tests.support.kernel_checks import check_count_and_reroute, require_equal
 from tests.support.reroute_alone import places_of, reroute
@@ -31,15 +31,15 @@ def ids_of(shape: ExpertShape) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ids_of(SHAPES[0]))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cases("name", ids_of(SHAPES[0]))
+@cases("shape", SHAPES)
 def test_count_and_reroute_equal_their_twins(bench: Bench, shape: ExpertShape, name: str) -> None:
     ids = ids_of(shape)[name]
     plan = plan_of(ids, shape)
     check_count_and_reroute(bench, ids.to(bench.device), plan, shape.num_masters)
 
 
-@pytest.mark.parametrize(("shape", "top_k"), LARGEST, ids=str)
+@cases("shape, top_k", LARGEST)
 def test_as_many_ranks_and_experts_as_there_are(
     bench: Bench, shape: ExpertShape, top_k: int
 ) -> None:
@@ -48,7 +48,7 @@ def test_as_many_ranks_and_experts_as_there_are(
     check_count_and_reroute(bench, ids.to(bench.device), plan, shape.num_masters)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cases("shape", SHAPES)
 def test_identity_equals_its_twin(bench: Bench, shape: ExpertShape) -> None:
     sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
     table = identity_table(sizes[0], shape.num_ranks, shape.num_slots)
@@ -74,7 +74,7 @@ def test_highest_and_lowest_ids_of_either_type_are_unknown(bench: Bench) -> None
         assert counted.unknown.item() == 4
 
 
-@pytest.mark.parametrize("places", [1, 2, 3, 7, 210, 256, 360])
+@cases("places", [1, 2, 3, 7, 210, 256, 360])
 def test_strides_of_places_with_few_and_with_many_divisors(bench: Bench, places: int) -> None:
     """One expert on two ranks."""
     ids = torch.zeros((places, 1), dtype=torch.int32)

@@ -1,7 +1,6 @@
 """plan on the device against the CPU planner, bit for bit."""
 
 import numpy as np
-import pytest
 import torch
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.device.plan import Gate, plan
@@ -9,6 +8,7 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.speeds import full_speeds
 
 from tests.support.bench import Bench
+from tests.support.cases import cases, few_attempts
 from tests.support.ids import zipf_loads
 from tests.support.interpreter import INTERPRETED
 from tests.support.kernel_checks import check_plan, require_same_plan
@@ -23,42 +23,40 @@ SMALL = [
     ExpertShape(5, 35, 1),  # L = 7 is prime
     ExpertShape(8, 32, 4),
 ]
-ON_GPUS = pytest.mark.skipif(INTERPRETED, reason="slow; tests/emulated_gpu executes as large ones")
 LARGE = [
     ExpertShape(8, 128, 1),  # more masters than are added at a time
     ExpertShape(72, 288, 2),  # as many ranks as there are, and no power of two
-    pytest.param(ExpertShape(72, 504, 4), marks=ON_GPUS),
+    *([] if INTERPRETED else [ExpertShape(72, 504, 4)]),  # slow; the emulated GPU executes as large
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "exponent", "assignments"),
+@cases(
+    "shape, exponent, assignments",
     [
         (ExpertShape(1, 8, 2), 1.0, 99),
         *((shape, exponent, 500) for shape in SMALL for exponent in (0.0, 1.2, 2.5)),
     ],
-    ids=str,
 )
 def test_shapes(bench: Bench, shape: ExpertShape, exponent: float, assignments: int) -> None:
     loads = zipf_loads(shape, exponent, 1, assignments)
     check_plan(bench, loads, shape, source=shape.num_ranks - 1)
 
 
-@pytest.mark.usefixtures("few_attempts")
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@few_attempts()
+@cases("shape", LARGE)
 def test_large_shapes(bench: Bench, shape: ExpertShape) -> None:
     check_plan(bench, zipf_loads(shape, 0.9, 1, 65536), shape, source=shape.num_ranks - 1)
 
 
-@pytest.mark.usefixtures("few_attempts")
-@pytest.mark.parametrize("num_ranks", [56, pytest.param(64, marks=ON_GPUS)])
+@few_attempts()
+@cases("num_ranks", [56] if INTERPRETED else [56, 64])
 def test_as_many_experts_as_there_are(bench: Bench, num_ranks: int) -> None:
     """896, 16 per token: L is 16 and 14."""
     shape = ExpertShape(num_ranks, 896, 2)
     check_plan(bench, zipf_loads(shape, 0.9, 2, assignments=16384), shape, source=3)
 
 
-@pytest.mark.usefixtures("few_attempts")
+@few_attempts()
 def test_what_cannot_be_balanced_takes_the_second_wave(bench: Bench) -> None:
     """Hot ranks of many even experts and one slot: no one expert carries the excess."""
     rng = np.random.default_rng(2)
@@ -67,22 +65,21 @@ def test_what_cannot_be_balanced_takes_the_second_wave(bench: Bench) -> None:
     check_plan(bench, rng.multinomial(4000, weight / weight.sum(), size=4), shape)
 
 
-@pytest.mark.usefixtures("few_attempts")
-@pytest.mark.parametrize("domain_size", [1, 2, 3, 4])
+@few_attempts()
+@cases("domain_size", [1, 2, 3, 4])
 def test_domains(bench: Bench, domain_size: int) -> None:
     """Of 8 ranks; the last of three domains of 3 is smaller."""
     shape = ExpertShape(8, 32, 2)
     check_plan(bench, zipf_loads(shape, 1.0, 5, 1000), shape, 5, domain_size)
 
 
-@pytest.mark.parametrize(
-    ("shape", "domain_size", "slowest"),
+@cases(
+    "shape, domain_size, slowest",
     [
         (ExpertShape(4, 28, 1), None, 400),
         (ExpertShape(8, 32, 2), 3, 400),
         (ExpertShape(5, 5, 2), None, 1),  # one expert per rank; parts of assignments count
     ],
-    ids=str,
 )
 def test_speeds(bench: Bench, shape: ExpertShape, domain_size: int | None, slowest: int) -> None:
     rng = np.random.default_rng(1)
@@ -93,30 +90,24 @@ def test_speeds(bench: Bench, shape: ExpertShape, domain_size: int | None, slowe
     check_plan(bench, zipf_loads(shape, 0.9, 6, 2000), shape, 2, domain_size, equal)
 
 
-ONE_HOT, ONE_TOKEN = np.zeros((4, 16), np.int64), np.zeros((4, 16), np.int64)
-ONE_HOT[:, 5] = 1000
-ONE_TOKEN[1, 7] = 1
+EDGES = {
+    "no tokens": np.zeros((4, 16), np.int64),
+    "balanced": np.full((4, 16), 9),
+    "one expert": np.tile(1000 * (np.arange(16) == 5), (4, 1)),
+    "one token": np.where(np.arange(64) == 16 + 7, 1, 0).reshape(4, 16),
+    "most": zipf_loads(ExpertShape(4, 16, 2), 1.5, 0, 1 << 26),  # together the most it counts
+}
 
 
-@pytest.mark.usefixtures("few_attempts")
-@pytest.mark.parametrize("num_slots", [0, 2])
-@pytest.mark.parametrize(
-    "loads",
-    [
-        np.zeros((4, 16), np.int64),
-        np.full((4, 16), 9),
-        ONE_HOT,
-        ONE_TOKEN,
-        zipf_loads(ExpertShape(4, 16, 2), 1.5, 0, 1 << 26),  # together the most it counts
-    ],
-    ids=["no tokens", "balanced", "one expert", "one token", "most"],
-)
-def test_edges(bench: Bench, loads: np.ndarray, num_slots: int) -> None:
-    check_plan(bench, loads, ExpertShape(4, 16, num_slots), source=1)
+@few_attempts()
+@cases("num_slots", [0, 2])
+@cases("edge", EDGES)
+def test_edges(bench: Bench, edge: str, num_slots: int) -> None:
+    check_plan(bench, EDGES[edge], ExpertShape(4, 16, num_slots), source=1)
 
 
-@pytest.mark.parametrize(
-    ("loads", "slow"),
+@cases(
+    "loads, slow",
     [
         ([[-1, 0, 2, 3], [9, 9, 9, 9]], 1024),
         ([[1 << 28, 1, 0, 0], [0] * 4], 1024),
@@ -164,9 +155,9 @@ def expected_decision(
     return Decision.PLANNED
 
 
-@pytest.mark.usefixtures("few_attempts")
-@pytest.mark.parametrize(
-    ("gate", "exponent", "slow", "decision"),
+@few_attempts()
+@cases(
+    "gate, exponent, slow, decision",
     [
         (Gate(), 1.0, 1024, Decision.PLANNED),
         (Gate(), 0.0, 1024, None),  # nearly balanced: whatever the host decides
@@ -200,7 +191,7 @@ def test_a_plan_that_does_not_pay_is_not_followed(
     require_same_plan(found, followed)
 
 
-@pytest.mark.parametrize(("num_slots", "domain_size"), [(0, None), (2, 1)])
+@cases("num_slots, domain_size", [(0, None), (2, 1)])
 def test_where_nothing_can_be_copied_a_gate_is_not_passed(
     bench: Bench, num_slots: int, domain_size: int | None
 ) -> None:

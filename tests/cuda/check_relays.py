@@ -1,12 +1,12 @@
 """Who sends what, on the device against the CPU."""
 
 import numpy as np
-import pytest
 import torch
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.host.relays import relay_parents
 
 from tests.support.bench import Bench
+from tests.support.cases import cases
 from tests.support.ids import random_slots
 from tests.support.kernel_checks import require_equal
 
@@ -23,8 +23,8 @@ def tasks_of(slot_expert: np.ndarray, parents: np.ndarray, masters: int, rank: i
     return tasks
 
 
-@pytest.mark.parametrize("mode", ["auto", "always", "never"])
-@pytest.mark.parametrize("shape", [(4, 1), (8, 2), (9, 2), (33, 3), (72, 4)], ids=str)
+@cases("mode", ["auto", "always", "never"])
+@cases("shape", [(4, 1), (8, 2), (9, 2), (33, 3), (72, 4)])
 def test_sends_equal_their_twin(bench: Bench, shape: tuple[int, int], mode: str) -> None:
     num_ranks, num_slots = shape
     masters = num_slots + 3
@@ -40,7 +40,7 @@ def test_sends_equal_their_twin(bench: Bench, shape: tuple[int, int], mode: str)
             assert row[1 : 1 + row[0]] == tasks
 
 
-@pytest.mark.parametrize(("min_saved", "copies"), [(1, 3), (3, 3), (4, 6)])
+@cases("min_saved, copies", [(1, 3), (3, 3), (4, 6)])
 def test_relays_at_eight_ranks_where_they_spare_enough(
     bench: Bench, min_saved: int, copies: int
 ) -> None:

@@ -1,7 +1,6 @@
 """What ranks tell each other in a row, and what the plan makes of it."""
 
 import numpy as np
-import pytest
 import torch
 from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, UNKNOWN
 from ultraep_kernels.device.count import count
@@ -10,13 +9,12 @@ from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
+from tests.support.cases import cases, few_attempts
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import require_equal, require_same_plan, row_reference
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
-
-pytestmark = pytest.mark.usefixtures("few_attempts")
 
 
 def rows_of(bench: Bench, loads: np.ndarray, policy: Policy) -> torch.Tensor:
@@ -30,8 +28,9 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy) -> torch.Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(
-    ("policy", "decision"),
+@few_attempts()
+@cases(
+    "policy, decision",
     [
         (Policy.QUOTA, Decision.PLANNED),
         (Policy.OFF, Decision.POLICY_OFF),
@@ -73,7 +72,8 @@ def test_rank_0_says_in_its_row_what_all_do(
     assert np.array_equal(outcome.slot_load, np.where(expected.slot_expert < 0, 0, slot_load))
 
 
-@pytest.mark.parametrize("column", [UNKNOWN, CHECKSUM])
+@few_attempts()
+@cases("column", [UNKNOWN, CHECKSUM])
 def test_a_header_that_is_inconsistent_leaves_every_rank_alone(bench: Bench, column: int) -> None:
     shape = ExpertShape(4, 16, 1)
     loads = zipf_loads(shape, 1.0, 3, 400)
@@ -84,6 +84,7 @@ def test_a_header_that_is_inconsistent_leaves_every_rank_alone(bench: Bench, col
     require_same_plan(found, identity_plan(loads, shape, 2))
 
 
+@few_attempts()
 def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
     loads = zipf_loads(ExpertShape(2, 8, 1), 1.0, 3, 400)
     rows, status = rows_of(bench, loads, Policy.QUOTA), new_status(bench.device)
@@ -92,8 +93,9 @@ def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
     assert found.decision.item() == Decision.INCONSISTENT
 
 
-@pytest.mark.parametrize("experts", [5, 32, 896])
-@pytest.mark.parametrize("has_load", [True, False])
+@few_attempts()
+@cases("experts", [5, 32, 896])
+@cases("has_load", [True, False])
 def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None:
     load = torch.arange(experts) * 7 % 5
     choice = torch.tensor([1, 2, 17_000_000], dtype=torch.int32, device=bench.device)

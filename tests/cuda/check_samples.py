@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ultraep_kernels.device.checksum import checksums
 from ultraep_kernels.host.checksum import checksums as checksums_on_host
-
-pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 from tests.support.balancer_rigs import (
     CONFIG,
@@ -25,13 +22,12 @@ from tests.support.balancer_rigs import (
     search_briefly,
     skewed,
 )
+from tests.support.cases import cases
 from tests.support.hosts import engine_group
-from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 SHAPE = ExpertShape(2, 8, 2)
 ASSIGNMENTS, SLOTS, PLANS, ANSWERS = VerificationCheck
 HIDDEN = 4
@@ -246,7 +242,7 @@ def test_micro_batches_that_overlap_are_sampled() -> None:
     assert ranks[0][2] is Policy.OFF
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_checksums_are_those_of_the_twin(dtype: torch.dtype) -> None:
     """Kernels want some tensors in another order, at odd addresses, or have none."""
     whole, long = ((torch.randn(5, *size) * 9).to(dtype) for size in ((7, 12), (2500,)))

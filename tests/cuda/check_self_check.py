@@ -7,14 +7,10 @@ themselves once for every fault, which the last of them has.
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
-
-pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 from tests.support.balancer_rigs import search_briefly
 from tests.support.host_driver import HostDriver
-from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.self_check_faults import FAULTS, FOUND, LAYERS, engine_of, experts
 from ultraep_serve.balance.backend import GroupSetup
@@ -27,7 +23,6 @@ from ultraep_serve.proof.start import Stages
 from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 # One for each way of finding them; on host memory all are found.
 FAULTS_HERE = (
     *("flipped bit", "never copied", "lost assignment", "wrong id", "quota off by one"),

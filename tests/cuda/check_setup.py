@@ -4,16 +4,13 @@ import logging
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
-
-pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 from tests.support.balancer_rigs import CONFIG, LAYERS, SHAPES, masters_of, search_briefly, skewed
 from tests.support.host_driver import HostDriver
 from tests.support.hosts import engine_group
-from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
@@ -26,8 +23,6 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, TokenView
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
 
 def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
@@ -59,8 +54,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         made.append(DeviceBackend(setup, driver))
         return made[0]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceFabric, "gather", noted)
+    with mock.patch.object(DeviceFabric, "gather", noted):
         joined = BalancedLayers(
             config, shape, view, layers, run_layer, EngineRank("test", rank), make_backend
         )
@@ -102,7 +96,7 @@ def test_ranks_agree_on_the_costs_they_measure() -> None:
     (costs, decisions), other = both
     assert (costs, decisions) == other  # whatever it is
     assert costs.bytes_per_expert == sum(4 * torch.Size(shape).numel() for shape in SHAPES)
-    assert costs.seconds_per_assignment == pytest.approx(2e-6, rel=0.5)
+    assert 1e-6 < costs.seconds_per_assignment < 3e-6
     assert min(costs.link_bytes_per_second, costs.exchange_seconds, costs.plan_seconds) > 0
 
 

@@ -1,13 +1,13 @@
 """Speeds that follow what ranks publish, on the device as on the host."""
 
 import numpy as np
-import pytest
 import torch
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, SPEEDS, TIME
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.host.speeds import follow
 
 from tests.support.bench import Bench
+from tests.support.cases import cases
 from tests.support.kernel_checks import require_equal
 from ultraep_serve.types import SpeedSource
 
@@ -20,7 +20,7 @@ def random_times(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
     return times.astype(np.int64)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
+@cases("num_ranks", [1, 2, 7, 64])
 def test_speeds_follow_as_on_the_host(bench: Bench, num_ranks: int) -> None:
     """Batch after batch; where speeds come from changes between them."""
     rng = np.random.default_rng(num_ranks)

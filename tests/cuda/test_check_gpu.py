@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.hidden_packages import hide
+
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "check_gpu"
@@ -133,6 +135,20 @@ def test_without_a_gpu_and_engines_parts_say_what_they_lack(
     assert reasons["engine"] == "vllm is not installed"
     assert reasons["server-sglang"] == "sglang is not installed"
     assert {entry["result"] for entry in document["parts"].values()} == {"cannot run"}
+
+
+def test_no_program_of_a_part_needs_pytest(tmp_path: Path) -> None:
+    """``pip install ".[vllm,cuda]"`` does not bring it."""
+    hide(tmp_path, "pytest")
+    programs = ["engine", "servers", "experts", "kernels_torch", "first_token", "small"]
+    programs += ["kernels_vllm"] if importlib.util.find_spec("vllm") else []
+    root = FOLDER.parents[1]
+    folders = [tmp_path, root, root / "kernels", FOLDER.parent]
+    folders += [FOLDER, FOLDER.parent / "device"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, "-c", f"import {', '.join(programs)}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_parts_together_fit_into_half_an_hour(program: Any) -> None:

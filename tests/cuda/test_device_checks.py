@@ -1,7 +1,7 @@
 """All checks of kernels, as ``benchmarks/device`` makes them; here at tiny sizes, interpreted.
 
-The parts run once, those that a bare GPU machine runs without what such a machine lacks; then every
-check is a test by its own name.
+The parts run once, without pytest, and those that a bare GPU machine runs without what else such a
+machine lacks; then every check is a test by its own name.
 """
 
 import ast
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.support.hidden_packages import hide
 
 pytestmark = pytest.mark.interpreter
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -54,10 +56,13 @@ def run(*arguments: str, path: str = "") -> "subprocess.CompletedProcess[str]":
     )
 
 
-def report_of(folder: Path, parts: list[str], path: str = "") -> dict[str, Any]:
-    """What a dry run of ``parts`` wrote, and its output where it printed what went wrong."""
+def report_of(folder: Path, parts: list[str]) -> dict[str, Any]:
+    """What a dry run of ``parts`` wrote, and its output where it printed what went wrong.
+
+    Packages are looked for in ``folder`` first, where it also writes.
+    """
     arguments = [argument for part in parts for argument in ("--part", part)]
-    done = run("--dry-run", "--json", str(folder / "dry.json"), *arguments, path=path)
+    done = run("--dry-run", "--json", str(folder / "dry.json"), *arguments, path=str(folder))
     report = json.loads((folder / "dry.json").read_text())
     return {**report, "code": done.returncode, "output": done.stdout + done.stderr}
 
@@ -65,13 +70,13 @@ def report_of(folder: Path, parts: list[str], path: str = "") -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of all parts on a bare machine, and of the tests' own checks; they run beside each other."""
-    bare, *folders = (tmp_path_factory.mktemp(part) for part in ("bare", *PARTS_OF_CHECKS))
-    for package in NOT_ON_BARE_MACHINES:
-        (bare / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package} here')\n")
-    runs = [(bare, list(ROWS), str(bare))]
-    runs += [(folder, [part], "") for folder, part in zip(folders, PARTS_OF_CHECKS, strict=True)]
+    runs = [(list(ROWS), ("pytest", *NOT_ON_BARE_MACHINES))]
+    runs += [([part], ("pytest",)) for part in PARTS_OF_CHECKS]
+    folders = [tmp_path_factory.mktemp(parts[0]) for parts, _ in runs]
+    for folder, (_, packages) in zip(folders, runs, strict=True):
+        hide(folder, *packages)
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(report_of, *zip(*runs, strict=True)))
+        return list(pool.map(report_of, folders, [parts for parts, _ in runs]))
 
 
 @pytest.fixture

@@ -10,7 +10,12 @@ from rich.console import Console
 
 from tests.support.bench_fakes import FakeDeployment, deployed
 from ultraep_lab import progress
-from ultraep_lab.bench.greedy_tokens import Generation, compare_tokens, generate
+from ultraep_lab.bench.greedy_tokens import (
+    Generation,
+    TokenComparison,
+    compare_tokens,
+    generate,
+)
 from ultraep_lab.demo.report import demo_report, demo_view
 from ultraep_serve.errors import BenchError
 
@@ -21,16 +26,16 @@ def fake() -> Iterator[FakeDeployment]:
         yield deployment
 
 
-def made(ids: list[int], logprobs: list[float | None]) -> Generation:
-    return Generation(tuple(ids), tuple("x" for _ in ids), tuple(logprobs))
+def made(*positions: dict[str, float]) -> Generation:
+    """The first of each position's tokens is the chosen one."""
+    return Generation([next(iter(each)) for each in positions], positions)
 
 
 def test_generations_keep_the_order_of_prompts(fake: FakeDeployment) -> None:
     prompts = [f"prompt {number} and more" for number in range(9)]
     generations = generate(fake.url, "fake/model", prompts, max_tokens=3, concurrency=4)
     assert [made.tokens[1] for made in generations] == [str(number) for number in range(9)]
-    assert all(len(made.logprobs) == 3 for made in generations)
-    assert all(made.token_ids is not None for made in generations)
+    assert all([len(best) for best in made.likeliest] == [2, 2, 2] for made in generations)
     assert compare_tokens(generations, generations).identical == 9
 
 
@@ -41,16 +46,32 @@ def test_a_second_run_finds_nothing_in_the_prefix_cache(fake: FakeDeployment) ->
 
 
 def test_comparison_stops_at_the_first_difference() -> None:
-    ended = made([1], [0.0])  # earlier than in the first run
-    first = [made([1, 2, 3], [-1.0, -1.0, -1.0]), made([1, 2], [-1.0, None]), made([1, 2], [0, 0])]
-    second = [made([1, 5, 3], [-1.25, -9.0, -9.0]), made([1, 2], [-1.5, -7.0]), ended]
-    comparison = compare_tokens(first, second)
-    assert (comparison.prompts, comparison.identical) == (3, 1)
-    assert comparison.first_differences == (1, None, 1)
+    sure, nearly = {"a": -1.0}, {"a": -1.25}
+    first = [made(sure, {"b": -0.5, "c": -2.0}, {"d": -1.0}), made(sure, sure), made(sure, sure)]
+    second = [made(nearly, {"c": -0.5, "b": -1.0}, {"e": -9.0}), made(sure, {"a": -1.5})]
+    comparison = compare_tokens(first, [*second, made(sure)])  # which ends earlier
+    assert (comparison.prompts, comparison.identical, comparison.ties) == (3, 1, 0)
     assert comparison.first_difference == 1
-    assert comparison.max_logprob_difference == 0.5
+    assert comparison.max_logprob_difference == 1.5  # of "c"
     with pytest.raises(BenchError, match="0 and 1 prompts"):
-        compare_tokens([], [ended])
+        compare_tokens([], second[:1])
+
+
+@pytest.mark.parametrize(
+    ("apart", "more", "ties"),
+    [(4e-6, 4e-6, 1), (4e-6, 2e-4, 0), (2e-4, 4e-6, 0), (4e-6, None, 0)],
+)
+def test_tokens_that_both_runs_find_equally_likely_are_a_tie(
+    apart: float, more: float | None, ties: int
+) -> None:
+    """A difference counts where either run tells the two apart, or does not list the other one."""
+    other = {} if more is None else {"a": -1.0 - more}
+    first = made({"x": -1.0}, {"a": -1.0, "b": -1.0 - apart}, {"y": -1.0})
+    second = made({"x": -1.0}, {"b": -1.0, **other}, {"z": -3.0})
+    comparison = compare_tokens([first], [second])
+    assert (comparison.same, comparison.ties) == (ties, ties)
+    assert comparison.first_difference == (None if ties else 1)
+    assert comparison.max_logprob_difference < 1e-3
 
 
 def bench_document(**ttft: float) -> dict[str, Any]:
@@ -67,7 +88,7 @@ def shown(report: dict[str, Any]) -> str:
 
 
 def test_demo_view_tells_gain_and_token_check() -> None:
-    check = {"dtype": "float32", "prompts": 64, "identical": 64}
+    check = TokenComparison(64, 63, 1, None, 2.2e-5).to_json("float32")
     report = demo_report(
         bench_document(off=2.0, quota=1.25, ideal=1.125), check, "float32", ["3 rounds"]
     )
@@ -80,11 +101,19 @@ def test_demo_view_tells_gain_and_token_check() -> None:
         "1.60x as fast",
         "90% of ideal",
         "80% of the gap",
-        "64 of 64 prompts",
-        "✔",
+        "✔ 64 of 64 prompts",
+        "1 of them a tie; log-probabilities differ by 2.2e-05 at most",
     ):
         assert words in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(("identical", "apart"), [(63, 0.0), (64, 2e-4)])
+def test_demo_view_shows_wrong_answers(identical: int, apart: float) -> None:
+    """Of tokens, or of log-probabilities that differ by more than rounding."""
+    check = TokenComparison(64, identical, 0, None, apart).to_json("float32")
+    text = shown(demo_report(bench_document(off=2.0, quota=1.25, ideal=1.125), check))
+    assert f"✘ {identical} of 64 prompts" in text
 
 
 def test_progress_tells_a_log_how_long_it_takes(

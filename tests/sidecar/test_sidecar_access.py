@@ -16,6 +16,7 @@ from tests.support.bench_fakes import serving
 from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.sidecar import access
+from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Policy
@@ -49,6 +50,17 @@ def test_nothing_is_read_of_who_may_not_change_anything(
     client = TestClient(create_app(tmp_path, token))
     answer = client.post("/v1/control/policy", content=unread(), headers=headers)
     assert (answer.status_code, answer.json().keys()) == (wanted, {"detail"})
+
+
+def test_probes_may_ask_for_the_head_alone(tmp_path: Path, client: TestClient) -> None:
+    routes = [r for r in create_app(tmp_path, TOKEN).routes if isinstance(r, APIRoute)]
+    paths = [route.path.replace("{layer}", "0") for route in routes if "GET" in route.methods]
+    assert "/readyz" in paths
+    for path in ("/", "/static/page.js", *paths):
+        assert client.head(path).status_code == client.get(path).status_code
+    assert client.head("/v1/control/policy", headers=BEARER).status_code == 405
+    with serving(**server_settings(create_app(tmp_path, TOKEN))) as url:
+        assert httpx.head(f"{url}/readyz").content == b""
 
 
 def test_whatever_reads_a_body_needs_the_token(tmp_path: Path, client: TestClient) -> None:

@@ -1,6 +1,7 @@
 """What the balance endpoints answer: summaries, batches, layers, plans, figures over time."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +73,19 @@ def test_savings_are_net_of_costs(planned_run: SyntheticRun, client: TestClient)
     assert batch["avoided_seconds"] == pytest.approx(savings["saved_seconds"])
 
 
+def test_the_heat_map_shows_the_imbalance_wherever_it_is(
+    tmp_path: Path, client: TestClient
+) -> None:
+    """Also where the busiest rank changes, so that all have the same load in the end."""
+    run = SkewedRun(tmp_path)
+    for number in range(4):
+        run.batch(number, hot=number % 2)
+    heat = client.get("/v1/balance/heatmap").json()
+    assert client.get("/v1/balance").json()["imbalance"]["before"]["mean"] == 2.0
+    assert (heat["before"], heat["after"]) == ([[2.0, 0.0]] * 2, [[1.0, 1.0]] * 2)
+    run.close()
+
+
 def test_the_heat_map_is_relative_to_each_layers_mean(
     planned_run: SyntheticRun, client: TestClient
 ) -> None:
@@ -83,6 +97,9 @@ def test_the_heat_map_is_relative_to_each_layers_mean(
     assert before.shape == (3, 4)
     assert before.mean(axis=1) == pytest.approx(1, abs=1e-3)
     assert np.max(heat["after"]) < before.max()
+    layers = client.get("/v1/balance").json()["layers"]
+    means = [layer["imbalance"]["before"]["mean"] for layer in layers]
+    assert before[:, 0] == pytest.approx(means, abs=1e-3)
 
 
 def test_history_has_a_step_for_every_batch_that_has_ended(

@@ -28,6 +28,7 @@ pytestmark = [
         reason="needs a browser (Debian: apt-get install chromium chromium-driver)",
     ),
 ]
+SCREEN = {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 NOTHING = "\N{EN DASH}"
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)
 
@@ -40,8 +41,7 @@ def driver() -> Iterator[Any]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    size = {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    started.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    started.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SCREEN)
     yield started
     started.quit()
 
@@ -105,7 +105,7 @@ def test_all_that_matters_is_seen_without_scrolling(
     until(lambda: text(browser, "#before") != NOTHING)
     assert float(text(browser, "#before")) > 1.1
     assert float(text(browser, "#after")) < 1.05
-    assert text(browser, "#batches") == "5 planned · 25 decode"
+    assert text(browser, "#batches") == "5 planned · 25 small"
     assert texts(browser, "#ranks span") == ["0", "1", "2", "3"]
     assert "4 of 4 alive" in text(browser, "#ranks-count")
     assert "times what it costs" in text(browser, "#savings-fine")
@@ -121,6 +121,27 @@ def test_all_that_matters_is_seen_without_scrolling(
     until(lambda: "by time" in text(browser, "#imbalance-fine"))
     assert "rank 2 at" in text(browser, "#ranks-count")
     assert browser.execute_script(height)
+    no_complaints(browser)
+
+
+@pytest.mark.parametrize("width", [320, 768, 1280])
+def test_nothing_is_cut_off_on_a_smaller_screen(
+    browser: Any, run: SyntheticRun, url: str, width: int
+) -> None:
+    run.batch()
+    run.control.switch_off_in_doubt()
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**SCREEN, "width": width})
+    browser.get(url)
+    until(lambda: "setting a policy switches it on again" in text(browser, "#reason"))
+    until(lambda: "floor 1.00" in text(browser, "#imbalance-fine"))
+    until(lambda: "expert" in text(browser, "#plan-replicas"))
+    for selector in ("html", "header *", ".tile *", "p", "h2"):
+        script = (
+            "return [...document.querySelectorAll(arguments[0])].filter("
+            "e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map(e => e.id || e.tagName)"
+        )
+        assert browser.execute_script(script, selector) == []
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SCREEN)
     no_complaints(browser)
 
 

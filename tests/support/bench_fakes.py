@@ -100,9 +100,10 @@ async def events(delay: float, prompt_tokens: int, broken: bool) -> AsyncIterato
 def completion(body: dict[str, Any]) -> dict[str, Any]:
     """Echo the prompt's first words as tokens, with logprobs that follow from their lengths."""
     words = tokenize(body["prompt"])[: body["max_tokens"]]
-    logprobs = {"tokens": words, "token_logprobs": [-float(len(word)) for word in words]}
-    ids = [sum(word.encode()) for word in words] if body.get("return_token_ids") else None
-    return {"choices": [{"text": " ".join(words), "logprobs": logprobs, "token_ids": ids}]}
+    own = [-float(len(word)) for word in words]
+    likeliest = [{word: value, "other": value - 1} for word, value in zip(words, own, strict=True)]
+    logprobs = {"tokens": words, "token_logprobs": own, "top_logprobs": likeliest}
+    return {"choices": [{"text": " ".join(words), "logprobs": logprobs}]}
 
 
 def sidecar_app(fake: FakeDeployment) -> FastAPI:

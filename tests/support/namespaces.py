@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
+from unittest import SkipTest
 
 __all__ = ["Hosts", "enter_network", "on_host", "two_namespaces"]
 
@@ -56,10 +55,10 @@ class Hosts:
 def two_namespaces() -> Iterator[Hosts]:
     """Two namespaces with a link between them; skips the test where they cannot be made."""
     if os.getuid() != 0:
-        pytest.skip("needs root, to make network namespaces")
+        raise SkipTest("needs root, to make network namespaces")
     for program in ("ip", "unshare"):
         if shutil.which(program) is None:
-            pytest.skip(f"needs {program} (Debian packages iproute2 and util-linux)")
+            raise SkipTest(f"needs {program} (Debian packages iproute2 and util-linux)")
     number = next(_numbers)
     names = (f"uep{os.getpid()}-{number}a", f"uep{os.getpid()}-{number}b")
     hosts = Hosts(names, ("10.213.7.1", "10.213.7.2"))
@@ -74,7 +73,7 @@ def two_namespaces() -> Iterator[Hosts]:
                 _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", hosts.link)
                 _run("ip", "-n", name, "link", "set", hosts.link, "up")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error.stderr}")
+            raise SkipTest(f"network namespaces are not permitted: {error.stderr}") from error
         yield hosts
     finally:
         for name in names:

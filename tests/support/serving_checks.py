@@ -63,7 +63,7 @@ def balance(server: BalancedServer) -> dict[str, Any]:
 def check_balanced(server: BalancedServer, num_layers: int) -> None:
     """Tokens stay the same, and every MoE layer was balanced meanwhile."""
     check = check_tokens(server, PROMPTS)
-    assert check.identical == check.prompts == len(PROMPTS)
+    assert check.same == check.prompts == len(PROMPTS)
     # One text alone is skewed, whichever domains the engine's steps put together above.
     generate_under(server, Policy.QUOTA, [max(PROMPTS, key=len)], max_tokens=1)
     summary = balance(server)
@@ -231,7 +231,7 @@ def check_two_hosts(first: BalancedServer, second: BalancedServer, num_layers: i
     for host in (first, second):
         assert httpx.get(f"{host.sidecar_url}/readyz").status_code == 200
     check = check_tokens(first, PROMPTS, concurrency=len(PROMPTS))  # fewer steps: they are slow
-    assert check.identical == check.prompts == len(PROMPTS)
+    assert check.same == check.prompts == len(PROMPTS)
     seen = [balance(host) for host in (first, second)]
     assert [one["host_ranks"] for one in seen] == [[0, 1], [2, 3]]
     assert seen[0]["imbalance"] == seen[1]["imbalance"]

@@ -42,10 +42,11 @@ class SkewedRun:
         number: int,
         decision: Decision = Decision.PLANNED,
         policy: Policy = Policy.QUOTA,
+        hot: int = 0,
     ) -> None:
-        """Two layers, all assignments on rank 0 before, even after."""
+        """Two layers, all assignments on rank ``hot`` before, even after."""
         before = np.zeros(self.num_ranks)
-        before[0] = 10 * self.num_ranks
+        before[hot] = 10 * self.num_ranks
         loads = {"load_before": before, "load_after": np.full(self.num_ranks, 10)}
         of_batch = {"decision": decision, "policy": policy, "stage_ns": [1000] * 7}
         for layer in range(2):

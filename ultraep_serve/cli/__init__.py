@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
+from ultraep_serve.system.terminal import printable
 from ultraep_serve.system.versions import installed_engines
 
 __all__ = ["Parser", "all_commands", "execute", "main"]
@@ -66,7 +67,7 @@ def main(words: list[str] | None = None) -> int:
         return _NO_READER
     except (UltraEPError, OSError) as error:
         _drop_output()
-        print(f"ultraep-serve: error: {error}", file=sys.stderr)
+        print(f"ultraep-serve: error: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("ultraep-serve: interrupted", file=sys.stderr)

@@ -16,6 +16,7 @@ from ultraep_serve.doctor import Finding, Status, Subject, diagnose
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.files import prepare_output, write_json
 from ultraep_serve.system.settings import Settings
+from ultraep_serve.system.terminal import printable
 from ultraep_serve.types import Policy
 
 __all__ = ["add_arguments", "run"]
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if path == _STANDARD_OUTPUT:
         print(json.dumps(_document(findings), indent=2))
     else:
-        print("\n".join(map(_lines, findings)))
+        print(printable("\n".join(map(_lines, findings))))
     return int(any(finding.status is Status.ERROR for finding in findings))
 
 

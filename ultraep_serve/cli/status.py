@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rich.text import Text
 
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
+from ultraep_serve.system.terminal import printable
 
 __all__ = ["add_arguments", "run", "status_view"]
 
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
     """What shows one status after the other."""
     if flags.as_json:
-        yield lambda found: print(found.answer.decode(), flush=True)
+        yield lambda found: print(json.dumps(found.document, separators=(",", ":")), flush=True)
     elif flags.watch:
         with Live(auto_refresh=False) as live:
             yield lambda found: live.update(status_view(found), refresh=True)
@@ -95,7 +98,8 @@ def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
 
 def status_view(found: ServerStatus) -> RenderableType:
     """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank."""
-    document = found.document
+    found = replace(found, reasons=printable(found.reasons))
+    document = printable(found.document)
     if "engine" not in document:  # unbalanced, or no rank has joined yet
         return Group(_state(found, document), Text(found.where, style="dim"))
     about = (

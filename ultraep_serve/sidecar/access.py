@@ -49,6 +49,8 @@ class Guard:
         answer: ASGIApp | None = None
         if scope["type"] == "http":  # also the server's start and end come here
             answer = self._refusal(scope["path"], Headers(scope=scope))
+            if scope["method"] == "HEAD":  # answered as GET; the server leaves out the body
+                scope = {**scope, "method": "GET"}
         await (answer or self._app)(scope, receive, send)
 
     def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:

@@ -242,14 +242,16 @@ class LayerDetail(Document, LayerSnapshot):
 
 
 class Heatmap(Document):
-    """Load of each rank in each MoE layer, over the window."""
+    """Load of the ranks in each MoE layer over the window, those of each batch from the busiest
+    rank on, whichever it is: the first of a layer is its mean imbalance."""
 
     layers: list[int]
     """The layer of each row."""
     before: list[list[float]]
-    """Per layer and rank: assignments over the mean of the layer's ranks, by routing alone."""
+    """Per layer, from the busiest rank on: assignments over the mean of the ranks, by routing
+    alone, as the mean over batches."""
     after: list[list[float]]
-    """Per layer and rank: assignments over the mean of the layer's ranks, as computed."""
+    """The same, as computed."""
 
 
 class History(Document):

@@ -129,7 +129,7 @@ def balance_routes(store: RunStore) -> APIRouter:
 
     @router.get("/heatmap", response_model=Heatmap)
     def heat() -> Response:
-        """Load of each rank in each layer, relative to the mean of the layer's ranks."""
+        """Load of the ranks in each layer, the busiest of each batch first, over their mean."""
         return _json(heatmap(store.poll().held()))
 
     @router.get("/history", response_model=History)

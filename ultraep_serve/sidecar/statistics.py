@@ -291,14 +291,15 @@ def _replicas(row: Mapping[str, Any], num_masters: int) -> list[Replica]:
 
 
 def heatmap(held: Held) -> Heatmap:
-    """Load of each rank in each layer."""
+    """Load of the ranks in each layer, the busiest of each batch first: the imbalance."""
     layers: list[int] = []
     relative: dict[str, list[list[float]]] = {"before": [], "after": []}
     for layer, rows in _parts_by(considered(held.rows), "layer"):
         layers.append(layer)
         for when, found in relative.items():
-            loads = rows[f"load_{when}"].sum(axis=0, dtype=np.int64)
-            found.append(np.round(loads / (loads.mean() or 1.0), 4).tolist())
+            loads = np.sort(rows[f"load_{when}"], axis=1)[:, ::-1]
+            means = np.maximum(loads.mean(axis=1, keepdims=True), 1e-9)
+            found.append(np.round((loads / means).mean(axis=0), 4).tolist())
     return Heatmap(layers=layers, before=relative["before"], after=relative["after"])
 
 

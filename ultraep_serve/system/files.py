@@ -145,7 +145,7 @@ def read_text(path: Path, what: str) -> str:
             content = file.read(_MOST_TEXT + 1)
         if len(content) > _MOST_TEXT:
             raise OSError(f"more than {_MOST_TEXT >> 20} MiB")
-        return content.decode()
+        return content.decode("utf-8-sig")  # an editor may begin it with a byte order mark
     except (OSError, ValueError) as error:  # a name with a zero byte; no UTF-8
         raise ConfigError(f"{what} {path} cannot be read: {error}") from error
 

@@ -1,26 +1,27 @@
 """Greedy tokens of a server, generated twice and compared, as with balancing off and on."""
 
+import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from ultraep_lab.bench.endpoint import Endpoint, json_object
 from ultraep_serve.errors import BenchError, ConfigError
 
-__all__ = ["Generation", "TokenComparison", "compare_tokens", "generate"]
+__all__ = ["LIKELIEST", "ROUNDING", "Generation", "TokenComparison", "compare_tokens", "generate"]
 
+LIKELIEST = 5  # tokens whose log-probabilities are asked for, at each position
+ROUNDING = 1e-4  # between log-probabilities in float32
 _TIMEOUT_SECONDS = 600.0  # of one completion
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What a server made of one prompt, greedily. All three have one entry per token made."""
+class Generation(NamedTuple):
+    """What an engine made of one prompt, greedily."""
 
-    token_ids: tuple[int, ...] | None  # None where the server does not return them
-    tokens: tuple[str, ...]  # each token's own text
-    logprobs: tuple[float | None, ...]  # of the chosen tokens, natural logarithm
+    tokens: Sequence[str]  # by id where the engine tells it (two ids may share a text), else text
+    likeliest: Sequence[Mapping[str, float]]  # per token: log-probabilities of it and the next best
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,18 @@ class TokenComparison:
 
     prompts: int
     identical: int  # prompts whose tokens are all the same
-    first_differences: tuple[int | None, ...]  # per prompt: position, None where identical
-    max_logprob_difference: float  # absolute, over tokens before the first difference
+    ties: int  # prompts whose tokens part where both choices are as likely, but for rounding
+    first_difference: int | None  # the earliest position where a prompt differs, ties left out
+    max_logprob_difference: float  # of what either run chose, until they part
 
     @property
-    def first_difference(self) -> int | None:
-        """The earliest position at which any prompt differs; None when all are identical."""
-        return min((at for at in self.first_differences if at is not None), default=None)
+    def same(self) -> int:
+        """Prompts whose tokens are the same, but for ties."""
+        return self.identical + self.ties
 
     def to_json(self, dtype: str) -> dict[str, Any]:
         """For the demo's report and for files; ``dtype`` is what the model was served in."""
-        return {
-            "dtype": dtype,
-            "prompts": self.prompts,
-            "identical": self.identical,
-            "first_difference": self.first_difference,
-            "max_logprob_difference": self.max_logprob_difference,
-        }
+        return {"dtype": dtype, **asdict(self)}
 
 
 def generate(
@@ -73,6 +69,7 @@ def generate(
 def compare_tokens(first: Sequence[Generation], second: Sequence[Generation]) -> TokenComparison:
     """Compare two runs over the same prompts in the same order.
 
+    Two tokens are a tie where in both runs their log-probabilities differ by ``ROUNDING`` at most.
     Raises BenchError when the runs differ in length or hold no prompt.
     """
     if not first or len(first) != len(second):
@@ -80,12 +77,17 @@ def compare_tokens(first: Sequence[Generation], second: Sequence[Generation]) ->
             f"runs of {len(first)} and {len(second)} prompts cannot be compared; "
             "generate both from the same prompts, at least one"
         )
-    differences, largest = [], 0.0
+    differences, identical, ties, largest = [], 0, 0, 0.0
     for one, other in zip(first, second, strict=True):
-        at = _first_difference(_tokens_of(one, other), _tokens_of(other, one))
-        differences.append(at)
-        largest = max(largest, _logprob_difference(one.logprobs[:at], other.logprobs[:at]))
-    return TokenComparison(len(first), differences.count(None), tuple(differences), largest)
+        at = _first_difference(one.tokens, other.tokens)
+        if at is None:
+            identical += 1
+        elif _is_tie(one, other, at):
+            ties += 1
+        else:
+            differences.append(at)
+        largest = max(largest, _logprob_difference(one, other, at))
+    return TokenComparison(len(first), identical, ties, min(differences, default=None), largest)
 
 
 def _complete(server: Endpoint, model: str, prompt: str, max_tokens: int) -> Generation:
@@ -94,8 +96,8 @@ def _complete(server: Endpoint, model: str, prompt: str, max_tokens: int) -> Gen
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0.0,
-        "logprobs": 1,
-        "return_token_ids": True,  # vLLM; other servers ignore it
+        "logprobs": LIKELIEST,
+        "return_tokens_as_token_ids": True,  # vLLM; other servers ignore it
         # A prompt answered from the prefix cache of an earlier run would check nothing.
         "cache_salt": uuid.uuid4().hex,
     }
@@ -103,28 +105,19 @@ def _complete(server: Endpoint, model: str, prompt: str, max_tokens: int) -> Gen
     if not response.is_success:
         raise server.refused(response, "look at its log")
     try:
-        choice = json_object(response)["choices"][0]
-        logprobs = choice["logprobs"]
-        tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+        logprobs = json_object(response)["choices"][0]["logprobs"]
+        tokens, best = logprobs["tokens"], logprobs["top_logprobs"]
+        own = [float(value) for value in logprobs["token_logprobs"]]
+        likeliest = [{**best[at], token: own[at]} for at, token in enumerate(tokens)]
     except (KeyError, IndexError, TypeError) as error:
         raise BenchError(
             "the server's completion has no per-token logprobs; compare tokens on a server whose "
             "/v1/completions supports `logprobs`"
         ) from error
-    ids = choice.get("token_ids")
-    return Generation(tuple(ids) if ids is not None else None, tuple(tokens), tuple(values))
+    return Generation(tokens, likeliest)
 
 
-def _tokens_of(generation: Generation, other: Generation) -> Sequence[int] | Sequence[str]:
-    """What to compare: ids where both have them (two ids may share a text), else texts."""
-    if generation.token_ids is not None and other.token_ids is not None:
-        return generation.token_ids
-    return generation.tokens
-
-
-def _first_difference(
-    first: Sequence[int] | Sequence[str], second: Sequence[int] | Sequence[str]
-) -> int | None:
+def _first_difference(first: Sequence[str], second: Sequence[str]) -> int | None:
     """Where the two part; a run that only stops earlier parts at its end."""
     for at, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
@@ -132,6 +125,26 @@ def _first_difference(
     return min(len(first), len(second)) if len(first) != len(second) else None
 
 
-def _logprob_difference(first: Sequence[float | None], second: Sequence[float | None]) -> float:
-    pairs = zip(first, second, strict=False)
-    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
+def _is_tie(one: Generation, other: Generation, at: int) -> bool:
+    """Whether both runs find the tokens at ``at`` equally likely; never where one run has ended."""
+    if at == min(len(one.tokens), len(other.tokens)):
+        return False
+    pair = one.tokens[at], other.tokens[at]
+    chances = [[run.likeliest[at].get(token, -math.inf) for token in pair] for run in (one, other)]
+    return all(abs(mine - its) <= ROUNDING for mine, its in chances)
+
+
+def _logprob_difference(one: Generation, other: Generation, at: int | None) -> float:
+    """The largest between the tokens that either run chose, up to ``at`` and with it."""
+    end = None if at is None else at + 1
+    chosen = zip(one.tokens[:end], other.tokens[:end], strict=False)
+    likeliest = zip(one.likeliest, other.likeliest, strict=False)
+    return max(
+        (
+            abs(mine[token] - its[token])
+            for pair, (mine, its) in zip(chosen, likeliest, strict=False)
+            for token in pair
+            if token in mine and token in its
+        ),
+        default=0.0,
+    )

@@ -8,6 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ultraep_lab.bench.greedy_tokens import ROUNDING
+
 __all__ = ["demo_report", "demo_view"]
 
 BAR_CELLS = 14  # length of the longest bar; all fits a terminal of 80 characters
@@ -48,7 +50,7 @@ def demo_report(
             when: {name: imbalance[when].get(name) for name in ("mean", "max")}
             for when in ("before", "after")
         },
-        "token_check": {name: token_check[name] for name in ("dtype", "prompts", "identical")},
+        "token_check": dict(token_check),
         "machine": bench["machine"],
         "command": bench["command"],
     }
@@ -68,7 +70,7 @@ def demo_view(report: Mapping[str, Any]) -> RenderableType:
         Text(ABOUT_IDEAL, style="dim"),
         *(Text(note, style="dim") for note in report["notes"]),
         Text(),
-        _token_line(report["token_check"]),
+        _token_lines(report["token_check"]),
     ]
     title = f"Prefill on {report['ranks']} expert-parallel ranks ({report['dtype']})"
     return Panel(Group(*parts), title=title, expand=False, padding=(1, 2))
@@ -118,8 +120,14 @@ def _bar(value: float, longest: float, name: str) -> Text:
     return Text("█" * max(1, cells), style=BARS[name][1])
 
 
-def _token_line(check: Mapping[str, Any]) -> Text:
-    same, total = check["identical"], check["prompts"]
+def _token_lines(check: Mapping[str, Any]) -> Text:
+    """In float32, so that log-probabilities differ by rounding alone where answers are right."""
+    ties, total, apart = check["ties"], check["prompts"], check["max_logprob_difference"]
+    same = check["identical"] + ties
     words = f"{same} of {total} prompts give the same tokens with balancing on ({check['dtype']})"
-    good = same == total
-    return Text(f"{'✔' if good else '✘'} {words}", style="bold green" if good else "bold red")
+    said = [f"{ties} of them a tie"] if ties else []
+    if apart is not None:
+        said.append(f"log-probabilities differ by {apart:.1e} at most")
+    good = same == total and (apart or 0.0) <= ROUNDING
+    lines = [f"{'✔' if good else '✘'} {words}", *(["  " + "; ".join(said)] if said else [])]
+    return Text("\n".join(lines), style="bold green" if good else "bold red")

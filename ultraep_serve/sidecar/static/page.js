@@ -170,8 +170,8 @@ function showBalance({ imbalance, time_imbalance: time, floor, savings, policy, 
   const times = spent > 0 ? (saved / spent).toFixed(1) : "∞";
   const verdict = saved < spent ? "▲ balancing costs more than it saves" : `saves ${times} times what it costs`;
   setText("savings-fine", saved + spent > 0 ? verdict : "");
-  const left = Object.entries(batches.skipped).filter(([, number]) => number)
-    .map(([reason, number]) => `${count(number)} ${reason === "small" ? "decode" : reason.replace("_", " ")}`);
+  const skipped = Object.entries(batches.skipped).filter(([, number]) => number);
+  const left = skipped.map(([reason, number]) => `${count(number)} ${reason.replace("_", " ")}`);
   setText("batches", [`${count(batches.planned)} planned`, ...left].join(" · "));
 }
 
@@ -249,17 +249,17 @@ function showHistory(history) {
     line("before_mean", "before"), line("after_mean", "after"));
 }
 
-// Load by layer and rank
+// Load by layer, the busiest rank first
 
 function showHeat({ layers, before, after }) {
   const rows = { before, after };
   for (const when of WHEN) {
-    const cells = rows[when].flatMap((loads, row) => loads.map((load, rank) => {
-      const cell = draw("rect", { x: rank, y: row, width: 1, height: 1 });
+    const cells = rows[when].flatMap((loads, row) => loads.map((load, place) => {
+      const cell = draw("rect", { x: place, y: row, width: 1, height: 1 });
       const end = load < 1 ? "cold" : "hot";
       cell.style.fill = `color-mix(in srgb, var(--${end}) ${Math.round(100 * Math.min(1, Math.abs(load - 1)) ** 0.8)}%, var(--even))`;
       cell.dataset.layer = layers[row];
-      cell.dataset.text = `layer ${layers[row]}, rank ${rank}: ${before[row][rank].toFixed(2)} → ${after[row][rank].toFixed(2)}`;
+      cell.dataset.text = `layer ${layers[row]}, rank ${place + 1} of ${loads.length} by load: ${before[row][place].toFixed(2)} → ${after[row][place].toFixed(2)}`;
       return cell;
     }));
     const svg = byId(`heat-${when}`);
