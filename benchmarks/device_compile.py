@@ -13,16 +13,15 @@ from dataclasses import asdict, dataclass
 import harness
 import torch
 import triton
-from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
-from ultraep_kernels.device.count import count
+from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.device.count import Count, RowWanted
 from ultraep_kernels.device.exchange import Inboxes, exchange, new_epoch
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width
-from ultraep_kernels.device.plan import Copies, FollowUp, Gate, Sender, new_plan_buffers, plan
+from ultraep_kernels.device.plan import Gate, Given, Planner, Rows, Sender, plan_sizes
 from ultraep_kernels.device.relays import has_relays, plan_sends
-from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
+from ultraep_kernels.device.stream import CHUNK_WORDS, Programs, Reach, Stream, StreamSizes
 
 from tests.support.offline import (
     KernelFacts,
@@ -32,8 +31,9 @@ from tests.support.offline import (
 )
 
 TOKENS, TOP_K = 8192, 8  # of one rank
-TENSORS, CHUNKS = 6, 48  # of one expert
+CHUNKS = 48  # of one expert
 SENDERS, PATIENCE_NS = 32, 60_000_000_000
+GATE = Gate(1_020_000, 900_000, 4_000_000, 30_000_000)
 LABEL = re.compile(r"(\$L__BB\w+):")
 BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
 POLL = re.compile(r"\bnanosleep\b|\bld\.(?:acquire|relaxed)\.sys\b")
@@ -88,56 +88,38 @@ def launches_of(case: Case) -> list[Launch]:
 
     Of all ranks' launches those of rank 1 differ most: a launch makes a constant of every 1.
     """
-    ranks, slots = case.num_ranks, case.num_slots
-    masters = case.num_experts // ranks
+    ranks, experts, slots = case.num_ranks, case.num_experts, case.num_slots
+    masters, domain_size = experts // ranks, case.domain_size or ranks
     status, epoch = new_status("cpu"), new_epoch("cpu")
-    ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     addresses = torch.zeros(ranks, dtype=torch.int64)
-    tensors = torch.zeros(TENSORS, dtype=torch.int64)
-    chunks = torch.zeros((CHUNKS, 3), dtype=torch.int64)
-    tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS, CHUNKS)
-    choice = torch.zeros(3, dtype=torch.int32)
-    speeds = torch.full((ranks,), FULL_SPEED, dtype=torch.int32)
-    buffers = new_plan_buffers(ranks, case.num_experts, slots, "cpu", domain_size=case.domain_size)
-    found, decision = buffers.found, buffers.found.decision
-    outcome = torch.zeros(outcome_width(case.num_experts, ranks, slots), dtype=torch.int32)
-    relayed = has_relays("auto", case.domain_size or ranks)
-    programs = Programs(SENDERS, SENDERS if relayed else 0)
     inboxes = Inboxes(addresses, 1, epoch, status)
-    rows = torch.zeros((ranks, HEADER_WIDTH + case.num_experts), dtype=torch.int32)
+    reach = Reach(addresses, addresses, CHUNKS, status, status)
+    programs = Programs(SENDERS, SENDERS if has_relays("auto", domain_size) else 0)
+    rows = torch.zeros((ranks, HEADER_WIDTH + experts), dtype=torch.int32)
+    ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
+    count = Count(experts, "cpu", RowWanted(torch.zeros(2, dtype=torch.int32), inboxes, rows))
+    count.fit(ids.numel())
+    kind = {"measures_speeds": True, "writes_identity": False}
+    plan = Planner(
+        plan_sizes(ranks, experts, slots, domain_size, **kind),
+        Given(Rows.of(rows[:, HEADER_WIDTH:]), status, Rows.of(rows), gate=GATE),
+        Sender(source=1, rank=1, relay="auto", epoch=epoch),
+        reach,
+        programs,
+    )
+    sent = plan.found.sends, plan.found.slot_expert, 1
+    stream = Stream(*sent, reach, StreamSizes(ranks, masters, slots, programs))
+    outcome = torch.zeros(outcome_width(experts, ranks, slots), dtype=torch.int32)
+    chunks = torch.zeros(1 + CHUNK_WORDS.value * CHUNKS, dtype=torch.int64)
     with recorded_launches() as launches:
-        counted = count(
-            ids,
-            case.num_experts,
-            choice=choice,
-            decision=decision,
-            inboxes=inboxes,
-            rows=rows,
-            patience_ns=PATIENCE_NS,
-        )
-        choose_speeds(rows, None, speeds, speeds)
-        copies = Copies(tables, PATIENCE_NS, programs, status)
-        for of_layer in (None, copies):  # those where it is expected to be left alone
-            plan(
-                rows[:, HEADER_WIDTH:],
-                slots,
-                1,
-                status,
-                domain_size=case.domain_size,
-                speeds=speeds,
-                gate=Gate(1.02, 900_000, 4_000_000, 30_000_000),
-                rows=rows,
-                sender=Sender(1, "auto", epoch),
-                outcome=outcome,
-                buffers=buffers,
-                follow_up=FollowUp(ids, counted, ids, of_layer),
-            )
-        sending = found.sends, found.slot_expert, masters, tables, 1, epoch, status, programs
-        stream(*sending)
-        receive(*sending, decision=decision, reported=status, patience_ns=PATIENCE_NS)
-        Identity(case.num_experts, masters, slots)(ids, ids)
-        exchange(counted.row, inboxes, PATIENCE_NS)  # of what ranks compare at start, as the next
-        plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
+        count(ids, PATIENCE_NS)
+        plan(ids, ids, count, outcome)
+        plan.and_copy(ids, ids, count, outcome, chunks, PATIENCE_NS)  # expected to be left alone
+        stream.send(chunks)
+        stream.receive(chunks, PATIENCE_NS)
+        Identity(experts, masters, slots)(ids, ids)
+        exchange(count.row, inboxes, PATIENCE_NS)  # of what ranks compare at start, as the next
+        plan_sends(plan.found.slot_expert, masters, "auto", domain_size, 1)
     return launches
 
 

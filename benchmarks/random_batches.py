@@ -20,7 +20,7 @@ from tests.support.moe import TinyMoE
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.stress import RandomBatches, StressReport, run_stress
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
+from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 
 def main() -> int:
@@ -53,7 +53,6 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[s
         relay=args.relay,
         max_tokens=args.max_tokens,
         policies=(*[Policy.QUOTA] * 3, Policy.OFF),
-        speeds=tuple(SpeedSource),
         bad_id_rate=0.01,
     )
     with fresh_run_path() as run_path:

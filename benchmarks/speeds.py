@@ -2,10 +2,10 @@
 
     python benchmarks/speeds.py
 
-One server of two ranks. Each round sends one prompt that is planned by equal speeds (counts) and
-one by measured speeds (times), in changing order: first while both cores are free, then while
-another process takes half of the second rank's core. The ranks' records say which speeds were in
-use.
+Two servers of two ranks, one after the other: the first plans by equal speeds (counts), the second
+by measured speeds (times). Each is sent the same prompts, first while both cores are free, then
+while another process takes half of the second rank's core. The ranks' records say which speeds the
+second had in use.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import harness
 import numpy as np
@@ -26,16 +26,14 @@ from ultraep_lab.bench.engine import Server
 from ultraep_lab.bench.prefill import median_interval, ratios_json
 from ultraep_lab.demo.balanced_server import installed_engine
 from ultraep_lab.demo.text import sample_text
-from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import SpeedSource
 
-SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)
 PERIOD = 0.01  # seconds
 SETTLE = 50  # prompts, until measured speeds are those of the phase
+Phase: TypeAlias = list[tuple[list[float], dict[str, Any]]]
 
 
 def main() -> None:
@@ -47,16 +45,9 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=0.5, help="part of the core that is taken")
     parser.add_argument("--core", type=int, default=1, help="of the second rank")
     options = parser.parse_args()
-    with (
-        serve(options, model(options.model), "bfloat16") as running,
-        closing(Server(running.url)) as server,
-        ControlPage.open(find_run(port=running.port)) as page,
-    ):
-        rings = Rings(running.port)
-        engine, free = installed_engine(), phase(options, server, page, rings)
-        document = {"engine": engine, "mode": options.mode, "free": free}
-        with busy(options.core, options.busy):
-            document["busy"] = phase(options, server, page, rings)
+    by_count, by_time = (measure(options, speeds) for speeds in ("equal", "auto"))
+    document = {"engine": installed_engine(), "mode": options.mode}
+    document |= {name: compared(options, by_count[name], by_time[name]) for name in by_count}
     harness.write(options.json, document | {"busy_part_of_core": options.busy})
 
 
@@ -72,37 +63,48 @@ class Rings:
         return new_records(self._readers)
 
 
-def phase(
-    options: argparse.Namespace, server: Server, page: ControlPage, rings: Rings
-) -> list[dict[str, Any]]:
-    """One row per prompt length: seconds to first token by count and by time."""
+def measure(options: argparse.Namespace, speeds: str) -> dict[str, Phase]:
+    """Both phases of a server that plans by ``speeds``."""
+    with (
+        serve(options, model(options.model), "bfloat16", "--speeds", speeds) as running,
+        closing(Server(running.url)) as server,
+    ):
+        rings = Rings(running.port)
+        free = phase(options, server, rings)
+        with busy(options.core, options.busy):
+            return {"free": free, "busy": phase(options, server, rings)}
+
+
+def phase(options: argparse.Namespace, server: Server, rings: Rings) -> Phase:
+    """By prompt length: seconds to first token, and which speeds were in use."""
     for number in range(SETTLE):
-        server.first_token(prompt(min(options.prompt_tokens), number, "settle"))
-    rows = []
+        server.first_token(prompt(min(options.prompt_tokens), number))
+    found: Phase = []
     for tokens in options.prompt_tokens:
-        seconds: dict[SpeedSource, list[float]] = {source: [] for source in SOURCES}
+        server.first_token(prompt(tokens, -1))  # warms up
         rings.new()
-        for number in range(-1, options.rounds):
-            for source in SOURCES if number % 2 else reversed(SOURCES):
-                page.set_speeds(source)
-                took = server.first_token(prompt(tokens, number, source.value)).seconds
-                if number >= 0:  # the first round warms up
-                    seconds[source].append(took)
-        row = {"prompt_tokens": tokens, **compared(seconds), **in_use(rings.new())}
+        took = [server.first_token(prompt(tokens, n)).seconds for n in range(options.rounds)]
+        found.append((took, in_use(rings.new())))
+    return found
+
+
+def compared(options: argparse.Namespace, counts: Phase, times: Phase) -> list[dict[str, Any]]:
+    """One row per prompt length: medians, and the ratios by count / by time of the same prompts."""
+    rows = []
+    for tokens, (by_count, _), (by_time, used) in zip(
+        options.prompt_tokens, counts, times, strict=True
+    ):
+        ratios = [count / time for count, time in zip(by_count, by_time, strict=True)]
+        row = {
+            "prompt_tokens": tokens,
+            "by_count_seconds": summary(by_count),
+            "by_time_seconds": summary(by_time),
+            "by_count_over_by_time": ratios_json(ratios),
+            **used,
+        }
         print(row, flush=True)
-        rows.append(row | {"samples": {source.value: seconds[source] for source in SOURCES}})
+        rows.append(row | {"samples": {"equal": by_count, "auto": by_time}})
     return rows
-
-
-def compared(seconds: dict[SpeedSource, list[float]]) -> dict[str, Any]:
-    """Medians with intervals, and the ratios by count / by time within rounds."""
-    by_count, by_time = (seconds[source] for source in SOURCES)
-    ratios = [count / time for count, time in zip(by_count, by_time, strict=True)]
-    return {
-        "by_count_seconds": summary(by_count),
-        "by_time_seconds": summary(by_time),
-        "by_count_over_by_time": ratios_json(ratios),
-    }
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
@@ -130,9 +132,9 @@ def in_use(records: list[RecordArray]) -> dict[str, Any]:
     }
 
 
-def prompt(tokens: int, number: int, name: str) -> str:
-    """The same text for every ``name``, behind an opening of its own."""
-    return f"{name} {number}. " + sample_text("law", tokens, 1000 + number)
+def prompt(tokens: int, number: int) -> str:
+    """A text of its own for every ``number``."""
+    return f"{number}. " + sample_text("law", tokens, 1000 + number)
 
 
 @contextmanager

@@ -10,16 +10,16 @@ from enum import Enum, IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from ultraep_kernels.contract import Decision, IntArray, Plan, Policy, SpeedSource, Stage
+from ultraep_kernels.contract import Decision, IntArray, Outcome, Plan, Policy, Stage
 
 __all__ = [
     "CheckResult",
     "Decision",
     "ExpertShape",
     "IntArray",
+    "Outcome",
     "Plan",
     "Policy",
-    "SpeedSource",
     "Stage",
     "TokenView",
     "VerificationCheck",
@@ -92,9 +92,7 @@ def imbalance(rank_load: NDArray[np.integer], speeds: NDArray[np.integer] | None
     return float((rank_load / speeds).max()) * int(speeds.sum()) / total
 
 
-def parse_speeds(
-    text: str, words: Sequence[str] = (SpeedSource.AUTO.value, SpeedSource.EQUAL.value)
-) -> tuple[float, ...]:
+def parse_speeds(text: str, words: Sequence[str] = ("auto", "equal")) -> tuple[float, ...]:
     """Numbers of a setting like "1.0,0.6"; none for one of ``words``. Raises ValueError."""
     if text in words:
         return ()

@@ -3,9 +3,9 @@
 One rank whose peers have posted already. Checked are the ids of replays with the policy on, off and
 on again, and the record of a batch that the host launched; ``experts_sent`` are this rank's, and
 ``stage_microseconds`` by CUDA events (between two stages lies what the host takes to launch).
-``graph_microseconds`` are those of the layer behind a batch's first, ``host_microseconds`` what the
-host takes to launch it while the device is idle. The second row is a layer that is left alone, as
-it was in the batch before.
+``graph_microseconds`` are those of the layer behind a batch's first, from its route to its experts,
+``host_microseconds`` what the host takes to route it while the device is idle. The second row is a
+layer that is left alone, as it was in the batch before.
 """
 
 import statistics
@@ -54,28 +54,24 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
     expected = plan_quota(routes.loads, PlanContext.of(shape), 0)
     twin = reroute(ids.cpu(), expected.share, expected.slot_expert, shape.num_masters)
     identity = balancer.identity(ids).cpu()
-    replay = bench.capture(lambda: balancer.route(0, ids, sizes.tokens))
+    replay = bench.capture(lambda: launch(balancer, 0, ids))
     for policy, physical in ((Policy.QUOTA, twin), (Policy.OFF, identity), (Policy.QUOTA, twin)):
         recorder.policy = policy
-        balancer.route(0, ids[:0], 0)  # where the host reads the policy; launches nothing
+        launch(balancer, 0, ids[:0])  # where the host reads the policy; launches nothing
         require_equal(replay(), physical, f"replay with policy {policy.value}")
     for layer in [*range(LAYERS), *range(LAYERS)]:  # a batch goes by the one before last
-        balancer.route(layer, ids, sizes.tokens)
-        balancer.receive()
-        balancer.computed()
+        run_layer(balancer, layer, ids)
     fabric.require_peers()
     recorder.events.clear()
     for _ in range(TIMED_EVERY):  # among which there is one whose stages are timed
         for layer in range(LAYERS):
-            require_equal(balancer.route(layer, ids, sizes.tokens), twin, "launched batch")
-            balancer.receive()
-            balancer.computed()
+            require_equal(run_layer(balancer, layer, ids), twin, "launched batch")
         fabric.require_peers()  # waits, so that the record is there
     balancer.computed()
     record, stage_ns = recorder.events[-1], recorder.stage_ns
     require_equal(torch.tensor(record["slot_expert"]), expected.slot_expert, "recorded slots")
     require_equal(torch.tensor(record["load_after"]), expected.quota.sum(0), "recorded loads")
-    times = layer_times(bench, balancer, ids, sizes.tokens, None, HOST_TARGET)
+    times = layer_times(bench, balancer, ids, None, HOST_TARGET)
     fabric.require_peers()
     stages = {stage.name.lower(): stage_ns[stage] / 1e3 for stage in Stage}
     return {
@@ -94,39 +90,44 @@ def check_left_alone(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[st
     identity = balancer.identity(ids).cpu()
     for _ in range(2):
         for layer in range(LAYERS):
-            require_equal(balancer.route(layer, ids, sizes.tokens), identity, "launched layer")
-            balancer.receive()
-            balancer.computed()
+            require_equal(run_layer(balancer, layer, ids), identity, "launched layer")
     decisions = {event["decision"] for event in recorder.events}
     assert decisions == {Decision.BALANCED}, decisions
-    times = layer_times(
-        bench, balancer, ids, sizes.tokens, LEFT_ALONE_TARGET, HOST_LEFT_ALONE_TARGET
-    )
+    times = layer_times(bench, balancer, ids, LEFT_ALONE_TARGET, HOST_LEFT_ALONE_TARGET)
     fabric.require_peers()
     return {"checked": "the identity", **routes.figures(), **times}
+
+
+def launch(balancer: DeviceBalancer, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    """All that a layer has launched before its experts; its physical ids."""
+    physical = balancer.route(layer, ids, len(ids))
+    balancer.receive()
+    return physical
+
+
+def run_layer(balancer: DeviceBalancer, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    """One whose experts are none; its physical ids."""
+    physical = launch(balancer, layer, ids)
+    balancer.computed()
+    return physical
 
 
 def layer_times(
     bench: Bench,
     balancer: DeviceBalancer,
     ids: torch.Tensor,
-    tokens: int,
     at_most: float | None,
     host_at_most: float,
 ) -> dict[str, Any]:
     """Of the layer behind a batch's first: the device's time, and the host's."""
-    balancer.route(0, ids, tokens)
-    balancer.receive()
-    balancer.computed()
-    _, microseconds = bench.replayed(lambda: balancer.route(LAYERS - 1, ids, tokens))
+    bench.capture(lambda: launch(balancer, 0, ids))  # so that the layer goes into a graph as well
+    _, microseconds = bench.replayed(lambda: launch(balancer, LAYERS - 1, ids))
     took = []
     for _ in range(1 if bench.interpreted else HOST_REPETITIONS):
-        balancer.route(0, ids, tokens)
-        balancer.receive()
-        balancer.computed()
+        run_layer(balancer, 0, ids)
         balancer._fabric.require_peers()  # waits
         began = time.perf_counter()
-        balancer.route(LAYERS - 1, ids, tokens)
+        balancer.route(LAYERS - 1, ids, len(ids))
         took.append(1e6 * (time.perf_counter() - began))
         balancer.receive()
         balancer.computed()

@@ -23,7 +23,6 @@ from ultraep_serve.balance.rendezvous import SocketRendezvous
 from ultraep_serve.balance.slots import ALIGNMENT, SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
-from ultraep_serve.types import Decision
 
 __all__ = ["RANKS", "ExpertSizes", "GroupSizes", "check_death", "check_processes", "check_slots"]
 
@@ -194,16 +193,15 @@ class _Member:
     def balance(self, epoch: int) -> int:
         """Slots that this rank had filled in one epoch. Raises AssertionError for a wrong one."""
         index, experts, device = epoch % LAYERS, self.experts, self.driver.device
-        layer, tables = self.layers[index], self.fabric.tables(self.layers[index])
+        layer, chunks = self.layers[index], self.fabric.chunks(self.layers[index])
         rows, expected = self.exchange(epoch)
         slot_expert = _slots_of(experts.masters, epoch)
         on_device = slot_expert.to(device)
         mode = MODES[(epoch + epoch // LAYERS) % len(MODES)]  # each with either layer
         sends = self.fabric.sends(on_device, experts.masters, mode)
-        planned = torch.full((1,), Decision.PLANNED, dtype=torch.int32, device=device)
-        sends = sends._replace(decision=planned, epoch=self.fabric.epoch)
-        self.fabric.stream(tables, on_device, experts.masters, sends)
-        self.fabric.receive(tables, on_device, experts.masters, sends)
+        stream = self.fabric.stream(on_device, experts.masters, sends)
+        stream.send(chunks)
+        stream.receive(chunks, self.fabric.patience_ns)
         self.fabric.require_peers()
         require_equal(rows, expected, "rows")
         masters = experts.layer(LAYERS * self.rank + index, device)

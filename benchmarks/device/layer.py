@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from report import Report
 from routes import Routes, make_routes
-from ultraep_kernels.device.count import count, new_count_buffers
-from ultraep_kernels.device.plan import Sender, new_plan_buffers, plan
-from ultraep_kernels.device.stream import Programs, stream
+from ultraep_kernels.device.plan import Given, Planner, Rows, Sender, plan_sizes
+from ultraep_kernels.device.stream import Programs
 from virtual_layer import (
     RELAY,
     Balanced,
@@ -37,7 +36,13 @@ from virtual_layer import (
 )
 
 from tests.support.bench import Bench
-from tests.support.kernel_checks import check_exchange, require_equal, require_ok
+from tests.support.kernel_checks import (
+    check_exchange,
+    count_of,
+    no_ids,
+    require_equal,
+    require_ok,
+)
 from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks
 from ultraep_lab.machines import HARDWARE, LINK_SHARE, MODELS
@@ -148,18 +153,20 @@ def own_times(
     bench: Bench, ranks: VirtualRanks, ids: torch.Tensor, balanced: Balanced
 ) -> dict[str, float | None]:
     """Microseconds of every stage of ours, of rank 0 with ``ids`` (T, K)."""
-    shape, slots, status = ranks.shape, balanced.slots, balanced.status
-    masters, num_slots = shape.num_masters, shape.num_replica_slots
+    shape, loads, status = ranks.shape, balanced.loads, ranks.reach.status
+    num_slots, busiest = shape.num_replica_slots, balanced.busiest
     counted, places = balanced.counted[0], balanced.plans[0].places
-    busiest, programs = balanced.busiest, Programs(bench.num_programs, bench.num_programs)
-    push = balanced.sends[busiest], slots, masters, ranks.tables[busiest], busiest
-    counts = new_count_buffers(ids.numel(), shape.num_logical_experts, bench.device)
-    planned = new_plan_buffers(*balanced.loads.shape, num_slots, bench.device)
-    made = balanced.loads, num_slots, 0, status
+    count, sends = count_of(ids, shape.num_logical_experts), balanced.sends[busiest]
+    sizes = plan_sizes(*loads.shape, num_slots)
+    sender = Sender(source=0, relay=RELAY, epoch=sends.epoch)
+    planner = Planner(sizes, Given(Rows.of(loads), status), sender)
+    programs = Programs(bench.num_programs, bench.num_programs)
+    stream = ranks.stream(busiest, balanced.slots, sends, programs)
+    nothing, none = no_ids(loads)
     stages: dict[str, Callable[[], object]] = {
-        "count": lambda: count(ids, shape.num_logical_experts, buffers=counts),
-        "plan": lambda: plan(*made, sender=Sender(0, RELAY), buffers=planned),
-        "replicate": lambda: stream(*push, balanced.epoch, status, programs),
+        "count": lambda: count(ids),
+        "plan": lambda: planner(nothing, nothing, none),
+        "replicate": lambda: stream.send(ranks.chunks[busiest]),
         "reroute": lambda: reroute(ids, places, num_slots, counted, status),
     }
     times = {name: bench.replayed(stage)[1] for name, stage in stages.items()}

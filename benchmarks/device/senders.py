@@ -8,18 +8,16 @@ time of both at once over that of the one which takes longer alone: 1 if neither
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from report import Report
-from ultraep_kernels.device.relays import Sends
-from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import Programs, stream
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.bench import Bench
-from tests.support.kernel_checks import require_ok
 from tests.support.virtual_ranks import (
     VirtualRanks,
     fill_masters,
@@ -63,17 +61,12 @@ def time_senders(
     ranks.empty_slots()
     ranks.flags.zero_()
     slots = torch.tensor([[-1, -1], [0, 1], [0, 1]], dtype=torch.int32, device=bench.device)
-    epoch, status = torch.tensor([1, 0], device=bench.device), new_status(bench.device)
-    sends: Sends = sends_of(ranks, slots, "never")[0]
-
-    def send() -> None:
-        programs = Programs(number, 0)
-        stream(sends, slots, SHAPE.num_masters, ranks.tables[0], 0, epoch, status, programs)
-
+    sends = sends_of(ranks, slots, "never")[0]
+    sends.epoch.fill_(1)
+    send = partial(ranks.stream(0, slots, sends, Programs(number, 0)).send, ranks.chunks[0])
     _, microseconds = bench.replayed(send)
     _, both = bench.replayed(lambda: bench.at_once([send, gather]))
-    require_ok(status)
-    require_arrived(ranks, slots, epoch, status)
+    require_arrived(ranks, slots, sends.epoch)
     moved = int((slots >= 0).sum()) * sum(tensor.shape[1] for tensor in ranks.experts[0])
     rate = 1e-3 * moved / microseconds if microseconds else None
     nominal = None if bench.interpreted else link_rate(torch.cuda.get_device_name(0))

@@ -11,13 +11,12 @@ computes.
 from dataclasses import dataclass
 
 import torch
-from ultraep_kernels.device.count import Counted, count
-from ultraep_kernels.device.plan import DevicePlan, plan
+from ultraep_kernels.device.count import Count
+from ultraep_kernels.device.plan import DevicePlan
 from ultraep_kernels.device.relays import Sends
-from ultraep_kernels.device.status import new_status
 
 from tests.support.bench import Bench
-from tests.support.kernel_checks import require_equal
+from tests.support.kernel_checks import count_of, plan, require_equal
 from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
@@ -42,12 +41,10 @@ LARGEST_ERROR = 2e-2  # relative, of bfloat16 against float64
 class Balanced:
     """What the stages of all ranks made of one batch."""
 
-    counted: list[Counted]  # by rank
+    counted: list[Count]  # by rank
     plans: list[DevicePlan]  # by rank
     sends: list[Sends]  # by rank
     physical: torch.Tensor  # (R * T, K) int32
-    epoch: torch.Tensor
-    status: torch.Tensor
 
     @property
     def loads(self) -> torch.Tensor:
@@ -71,8 +68,10 @@ def balance(bench: Bench, ranks: VirtualRanks, ids: torch.Tensor) -> Balanced:
 
     AssertionError where plans differ, an id is rerouted to another expert, or a slot is wrong.
     """
-    shape, status = ranks.shape, new_status(bench.device)
-    counted = [count(own, shape.num_logical_experts) for own in ids]
+    shape, status = ranks.shape, ranks.reach.status
+    counted = [count_of(own, shape.num_logical_experts) for own in ids]
+    for count, own in zip(counted, ids, strict=True):
+        count(own)
     loads = torch.stack([own.load for own in counted])
     numbers = range(shape.num_ranks)
     plans = [plan(loads, shape.num_replica_slots, rank, status) for rank in numbers]
@@ -91,10 +90,12 @@ def balance(bench: Bench, ranks: VirtualRanks, ids: torch.Tensor) -> Balanced:
     require_equal(held[physical.long()], ids.view(physical.shape), "the expert computed")
     ranks.empty_slots()
     ranks.flags.zero_()  # of the batch before
-    epoch, sends = torch.tensor([1, 0], device=bench.device), sends_of(ranks, slots, RELAY)
-    sender(bench, ranks, slots, sends, epoch, status)()
-    require_arrived(ranks, slots, epoch, status)
-    return Balanced(counted, plans, sends, physical, epoch, status)
+    sends = sends_of(ranks, slots, RELAY)
+    for send in sends:
+        send.epoch.fill_(1)
+    sender(bench, ranks, slots, sends)()
+    require_arrived(ranks, slots, sends[0].epoch)
+    return Balanced(counted, plans, sends, physical)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ slots per rank.
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +14,27 @@ from numpy.typing import NDArray
 __all__ = [
     "CHECKSUM",
     "DOUBT",
+    "EQUAL_PARTS",
     "FLAG_BYTES",
     "FULL_SPEED",
     "GOLDEN_DENOMINATOR",
     "GOLDEN_NUMERATOR",
     "HEADER_WIDTH",
+    "LEAST_PARTS",
     "MAX_RELAYS",
     "MIN_FAN_OUT_SAVED",
     "MIN_RELAYED_REPLICAS",
     "POLICY",
-    "SPEEDS",
-    "SPEED_LIMITS",
+    "SPEED_PARTS",
     "TIME",
     "UNKNOWN",
     "Choice",
     "Decision",
     "IntArray",
+    "Outcome",
     "Plan",
     "Policy",
     "Search",
-    "SpeedSource",
     "Stage",
     "search_of",
 ]
@@ -52,19 +53,6 @@ class Policy(str, Enum):
     def code(self) -> int:
         """Stable number of this policy in shared memory and in rows."""
         return list(Policy).index(self)
-
-
-class SpeedSource(str, Enum):
-    """Where the speeds of ranks come from."""
-
-    CONFIGURED = "configured"  # the setting, which may be one of the others
-    EQUAL = "equal"  # all are equally fast
-    AUTO = "auto"  # what ranks measure
-
-    @property
-    def code(self) -> int:
-        """Stable number in shared memory and in rows."""
-        return list(SpeedSource).index(self)
 
 
 class Decision(IntEnum):
@@ -110,14 +98,29 @@ class Plan:
         return load
 
 
+class Outcome(NamedTuple):
+    """What came of N layers of one batch; but for what is sent and ``own_load`` alike on all ranks.
+
+    What a slot computes, its expert's master does not.
+    """
+
+    decision: NDArray[np.integer[Any]]  # (N,) numbers of a Decision
+    policy: NDArray[np.integer[Any]]  # (N,) codes of a Policy: rank 0's
+    sent: NDArray[np.integer[Any]]  # (N,) experts that this rank sends, to replicas of all ranks
+    expert_load: NDArray[np.integer[Any]]  # (N, E) assignments over all ranks
+    own_load: NDArray[np.integer[Any]]  # (N, E) assignments of the rank whose tokens were planned
+    slot_expert: NDArray[np.integer[Any]]  # (N, R, S), -1 empty
+    slot_load: NDArray[np.integer[Any]]  # (N, R, S) assignments that each slot computes
+    speed: NDArray[np.integer[Any]]  # (N, R) that was planned with
+
+
 # A rank's row in an exchange: HEADER_WIDTH words, then its load (E,) where ranks see tokens of
-# their own. Rank 0's policy and speeds count, of the others everybody's.
+# their own. Rank 0's policy counts, of the others everybody's.
 HEADER_WIDTH = 8  # words that have no name are reserved and 0
 POLICY = 0  # Policy.code that this rank would have
 UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
 TIME = 4  # what an assignment takes on this rank, in picoseconds; 0: not known
-SPEEDS = 5  # SpeedSource.code that this rank would have
 DOUBT = 6  # 1: this rank has found something wrong since it last said so
 
 
@@ -125,7 +128,6 @@ class Choice(NamedTuple):
     """What a rank writes into its row's header beside what it counted; 0 where it has no say."""
 
     policy: int = 0
-    speeds: int = 0
     time: int = 0
 
 
@@ -134,22 +136,10 @@ class Choice(NamedTuple):
 FULL_SPEED = 1024
 
 
-class SpeedLimits(NamedTuple):
-    """How speeds follow what ranks measure, in parts of FULL_SPEED where nothing else is said.
-
-    A rank leaves full speed for a large difference only: where cores are shared, equally fast ones
-    measure up to a tenth apart for minutes, and equal speeds are what most ranks have.
-    """
-
-    leave_full: int = FULL_SPEED // 8  # a difference to the fastest rank that counts as none
-    near_full: int = FULL_SPEED // 16  # the same for a rank that has been slower
-    band: int = 12  # other speeds change by more than this part of themselves, or not at all
-    step: int = FULL_SPEED // 4  # the most that a speed changes in a batch, to be scaled yet
-    grain: int = FULL_SPEED // 32  # speeds that are not full are about multiples of this
-    least: int = FULL_SPEED // 8  # of any rank: it still gets work, and is measured
-
-
-SPEED_LIMITS = SpeedLimits()
+# Ranks that measure have whole 32nds of the fastest one's speed, of which the slowest still gets
+# work, and is measured. An eighth is no difference: where cores are shared, equally fast ranks
+# measure up to a tenth apart for minutes, and equal speeds are what most have.
+SPEED_PARTS, LEAST_PARTS, EQUAL_PARTS = 32, 4, 28
 
 FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
 

@@ -19,7 +19,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 SHAPE = ExpertShape(2, 8, 1)
 LAYERS = 2
@@ -50,7 +50,6 @@ class Notes(KeepsNothing):
 
     def __init__(self) -> None:
         self.policy = Policy.QUOTA
-        self.speeds = SpeedSource.CONFIGURED
         self.records: list[LayerRecord] = []
         self.batches: list[Decision] = []
 
@@ -84,7 +83,9 @@ class Rig:
     def route(self, ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
         physical = self.balancer.route(layer, ids, ids.shape[0])
         self.balancer.receive()
+        self.balancer.experts_done()
         self.balancer.computed()
+        self.balancer._record_batch()  # before its last layer
         return physical
 
     @property
@@ -166,15 +167,16 @@ def test_speeds_that_ranks_measure_reach_the_plan() -> None:
     rig.fabric.answer = slower
     for batch in range(46):
         rig.balancer.route(0, skewed(1536), 1536)
-        clock = rig.balancer.receive()
+        rig.balancer.receive()
         time.sleep(0.002)
-        clock.stop()
+        rig.balancer.experts_done()
         rig.balancer.computed()
+        rig.balancer._record_batch()
         assert rig.notes.records[-1].experts_ns >= 2_000_000
         if batch == 40:
             assert rig.notes.records[-1].load_after.tolist() == [1344, 1344]
     speeds = rig.notes.records[-1].speed
-    assert speeds.tolist() == [1024, 352]  # 341 in steps of a thirty-second
+    assert speeds.tolist() == [1024, 352]  # a third in whole thirty-seconds
     assert rig.notes.records[-1].load_after == pytest.approx([2001, 687], rel=0.01)
 
 

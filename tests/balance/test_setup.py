@@ -119,7 +119,6 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
                 assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
             joined.balancer.computed()
             wait.gather(np.zeros(1, np.int64))
-    joined._recorder.write_kept()
     ring = RingReader(RunFiles(home).ring(rank))
     header = ring.header()
     assert (header.location.host, header.location.domain_size) == (location.host, 2)

@@ -95,15 +95,14 @@ def test_one_memory_lies_behind_every_layers_masters(pool: SlotPool, driver: Hos
     behind = {}
     for layer in layers:
         for index, alias in enumerate(layer.tensors):
-            boundary = alias.data_ptr() + MASTERS * int(layer.expert_bytes[index])
+            boundary = alias[MASTERS:].data_ptr()
             assert boundary % driver.granularity == 0
             behind.setdefault(index, set()).add(driver.mapped[boundary][1])
     handles = [handle for used in behind.values() for handle in used]
     assert len(handles) == len(ALIASED)
     assert handles == [region.handle for region in pool.regions]
-    assert pool.size == sum(
-        round_up(SLOTS * int(size), driver.granularity) for size in layers[0].expert_bytes
-    )
+    sizes = [bytes_of(tensor[0]).numel() for tensor in layers[0].tensors]
+    assert pool.size == sum(round_up(SLOTS * size, driver.granularity) for size in sizes)
     for index, alias in enumerate(layers[0].tensors):
         alias[MASTERS + 1].view(torch.uint8).fill_(index + 1)
     for layer in layers:
@@ -113,18 +112,21 @@ def test_one_memory_lies_behind_every_layers_masters(pool: SlotPool, driver: Hos
 
 
 @pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
-def test_other_ranks_write_where_region_offsets_say(pool: SlotPool, driver: HostDriver) -> None:
+def test_other_ranks_write_where_chunks_say(pool: SlotPool, driver: HostDriver) -> None:
     """They map the regions one after another and write slot s at region + s * bytes."""
     layers = [pool.adopt(tensors(seed)) for seed in range(2)]
     theirs = MappedMemory(driver, pool.regions)
     assert theirs.size == pool.size
     view = driver.tensor(theirs.address, theirs.size)
     for value, layer in enumerate(layers, 100):
-        for index, size in enumerate(layer.expert_bytes.tolist()):
-            start = int(layer.region_offsets[index]) + size
-            view[start : start + size] = value + index
-        for index, alias in enumerate(layer.tensors):
-            assert (bytes_of(alias[MASTERS + 1]) == value + index).all()
+        chunks = [*enumerate(layer.chunks.tolist(), value)]
+        for number, (_, region, stride, size) in chunks:
+            view[region + stride : region + stride + size] = number % 256
+        for number, (master, _, stride, size) in chunks:
+            there = driver.tensor(master + (MASTERS + 1) * stride, size)
+            assert (there == number % 256).all()
+        sizes = [bytes_of(tensor[0]).numel() for tensor in layer.tensors]
+        assert layer.bytes_per_expert == sum(sizes)
     for seed, layer in enumerate(layers):
         for master, alias in zip(tensors(seed), layer.tensors, strict=True):
             assert torch.equal(bytes_of(alias[:MASTERS]), bytes_of(master))

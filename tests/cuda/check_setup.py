@@ -135,7 +135,7 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
     for layer in range(LAYERS):
         joined.balancer.route(layer, ids.view(-1, 2).int(), 320)
         joined.balancer.receive()
-        found = joined.balancer._plans[0].found
+        found = joined.balancer._parts[0].plan.found
         relayed += int((found.sends.parents[rank] >= 0).sum())
         for slot, expert in enumerate(found.slot_expert[rank].tolist()):
             if expert >= 0:

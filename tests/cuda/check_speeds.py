@@ -1,15 +1,15 @@
-"""Speeds that follow what ranks publish, on the device as on the host."""
+"""Speeds that ranks measure, on the device as on the host."""
 
 import numpy as np
 import torch
-from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, SPEEDS, TIME
-from ultraep_kernels.device.speeds import choose_speeds
-from ultraep_kernels.host.speeds import follow
+from ultraep_kernels.contract import HEADER_WIDTH, POLICY, TIME, Policy
+from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
+from ultraep_kernels.device.status import new_status
+from ultraep_kernels.host.speeds import measured_speeds
 
 from tests.support.bench import Bench
 from tests.support.cases import cases
-from tests.support.kernel_checks import require_equal
-from ultraep_serve.types import SpeedSource
+from tests.support.kernel_checks import plan
 
 
 def random_times(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
@@ -21,27 +21,15 @@ def random_times(rng: np.random.Generator, num_ranks: int) -> np.ndarray:
 
 
 @cases("num_ranks", [1, 2, 7, 64])
-def test_speeds_follow_as_on_the_host(bench: Bench, num_ranks: int) -> None:
-    """Batch after batch; where speeds come from changes between them."""
+def test_ranks_are_as_fast_as_on_the_host(bench: Bench, num_ranks: int) -> None:
     rng = np.random.default_rng(num_ranks)
-    rows = torch.zeros((num_ranks, HEADER_WIDTH + 3), dtype=torch.int32)
-    configured = rng.integers(1, FULL_SPEED, num_ranks, endpoint=True).astype(np.int32)
-    fixed = torch.from_numpy(configured).to(bench.device)
-    for given in (None, fixed):
-        speeds = np.full(num_ranks, FULL_SPEED, np.int64)
-        agreed = torch.full((num_ranks,), FULL_SPEED, dtype=torch.int32, device=bench.device)
-        used = torch.zeros_like(agreed)
-        for _ in range(30):
-            times = random_times(rng, num_ranks)
-            source = SpeedSource(rng.choice([source.value for source in SpeedSource]))
-            rows[:, TIME] = torch.from_numpy(times)
-            rows[0, SPEEDS] = source.code
-            choose_speeds(rows.to(bench.device), given, agreed, used)
-            speeds = follow(times, speeds)
-            require_equal(agreed, speeds, "agreed speeds")
-            expected = speeds
-            if source is SpeedSource.EQUAL:
-                expected = np.full(num_ranks, FULL_SPEED)
-            elif source is SpeedSource.CONFIGURED and given is not None:
-                expected = configured
-            require_equal(used, expected, "speeds in use")
+    rows = torch.zeros((num_ranks, HEADER_WIDTH + num_ranks), dtype=torch.int32)
+    rows[0, POLICY] = Policy.QUOTA.code
+    told = torch.zeros(outcome_width(num_ranks, num_ranks, 0), dtype=torch.int32).to(bench.device)
+    for _ in range(20):
+        times = random_times(rng, num_ranks)
+        rows[:, TIME] = torch.from_numpy(times)
+        given = rows.to(bench.device)
+        plan(given[:, HEADER_WIDTH:], 0, 0, new_status(bench.device), rows=given, outcome=told)
+        found = unpack_outcome(told.cpu().numpy()[None], num_ranks, num_ranks, 0)
+        assert found.speed[0].tolist() == measured_speeds(times).tolist()

@@ -5,7 +5,7 @@ from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import Sends, new_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import Programs, receive, stream
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.bench import Bench
 from tests.support.virtual_ranks import VirtualRanks, fill_masters, make_ranks
@@ -47,21 +47,22 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     assert epoch[0] == 2
     assert torch.equal(inboxes, pushed), "who has given up may overwrite rows still to be read"
     sends, slot_expert = relaying(ranks)
-    status.zero_()
-    arguments = sends, slot_expert, 2, ranks.tables[1], 1, epoch, status
-    stream(*arguments, Programs(1, 1))
+    sends.epoch.fill_(2)
+    chunks, status, reported = ranks.chunks[1], ranks.reach.status, ranks.reach.reported
+    stream = ranks.stream(1, slot_expert, sends, Programs(1, 1), stops=False)
+    stream.send(chunks)
     assert status.item() == DeviceStatus.OK, "what runs beside dispatch gives up nothing"
-    decided = torch.full_like(status, Decision.PLANNED)
-    waits = {"decision": decided, "reported": status.clone(), "patience_ns": 20, "stops": False}
-    receive(*arguments, Programs(1, 1), **waits)
+    stream.receive(chunks, 20)
     assert DeviceStatus.RELAY_TIMEOUT in DeviceStatus(status.item())
+    stream = ranks.stream(1, slot_expert, sends, Programs(1, 0), stops=False)
     for decision, expected in (
         (Decision.BALANCED, DeviceStatus(0)),
         (Decision.PLANNED, DeviceStatus.SLOT_TIMEOUT),
     ):
-        reported = status.zero_().clone()
-        waits |= {"decision": decided.fill_(decision), "reported": reported}
-        receive(*arguments, Programs(1, 0), **waits)
+        for word in (status, reported):
+            word.zero_()
+        sends.decision.fill_(decision)
+        stream.receive(chunks, 20)
         assert status.item() == reported.item() == expected
     assert not ranks.flags.any()  # nothing was forwarded
     assert not any(tensor[2:].any() for tensor in ranks.experts[2])
@@ -72,14 +73,13 @@ def test_only_the_chunks_that_have_arrived_are_forwarded(bench: Bench) -> None:
     assert ranks.flags.shape == (3, 2, CHUNKS)
     ranks.flags[1, 0, :3] = torch.tensor((5, 4, 5))  # the second is of the epoch before
     sends, slot_expert = relaying(ranks)
-    epoch, status = torch.tensor([5, 0], device=bench.device), new_status(bench.device)
-    arguments = sends, slot_expert, 2, ranks.tables[1], 1, epoch, status, Programs(1, 2)
-    stream(*arguments)
+    sends.epoch.fill_(5)
+    chunks, status = ranks.chunks[1], ranks.reach.status
+    stream = ranks.stream(1, slot_expert, sends, Programs(1, 2), stops=False)
+    stream.send(chunks)
     assert status.item() == DeviceStatus.OK
     assert ranks.flags[2, 0].tolist() == [5, 0, 5] + [0] * (CHUNKS - 3)
-    decided = torch.full_like(status, Decision.PLANNED)
-    waits = {"decision": decided, "reported": status.clone(), "patience_ns": 5, "stops": False}
-    receive(*arguments, **waits)
+    stream.receive(chunks, 5)
     assert status.item() == DeviceStatus.RELAY_TIMEOUT | DeviceStatus.SLOT_TIMEOUT
     assert ranks.flags[2, 0].tolist() == [5, 0, 5] + [0] * (CHUNKS - 3)
     assert ranks.flags[2, 1].tolist() == [0] * CHUNKS
@@ -90,14 +90,14 @@ def test_what_comes_after_the_stream_is_forwarded_where_slots_are_received(bench
     ranks = ranks_of(bench, 3)
     ranks.flags[1, 0, :2] = 5
     sends, slot_expert = relaying(ranks)
-    epoch, status = torch.tensor([5, 0], device=bench.device), new_status(bench.device)
-    arguments = sends, slot_expert, 2, ranks.tables[1], 1, epoch, status, Programs(1, 1)
-    stream(*arguments)
+    sends.epoch.fill_(5)
+    chunks = ranks.chunks[1]
+    stream = ranks.stream(1, slot_expert, sends, Programs(1, 1))
+    stream.send(chunks)
     assert ranks.flags[2, 0].tolist() == [5, 5] + [0] * (CHUNKS - 2)
     ranks.flags[1, 0] = 5
     ranks.flags[2, 0, :2] = 0
-    decided = torch.full_like(status, Decision.PLANNED)
-    receive(*arguments, decision=decided, reported=status.clone(), patience_ns=10**9)
-    assert status.item() == DeviceStatus.OK
+    stream.receive(chunks, 10**9)
+    assert ranks.reach.status.item() == DeviceStatus.OK
     assert ranks.flags[2, 0].tolist() == [0, 0] + [5] * (CHUNKS - 2)
     assert not sends.turns.any()

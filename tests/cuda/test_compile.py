@@ -12,7 +12,6 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_compile.py"
 KERNELS = {
     "_count_kernel",
-    "_choose_kernel",
     "_exchange_kernel",
     "plan_kernel",
     "_stream_kernel",
@@ -22,7 +21,7 @@ KERNELS = {
 }
 
 
-ONE_AFTER_ANOTHER = {"_identity_kernel", "_choose_kernel", "_relays_kernel"}
+ONE_AFTER_ANOTHER = {"_identity_kernel", "_relays_kernel"}
 Row: TypeAlias = dict[str, Any]
 
 

@@ -51,35 +51,27 @@ def fabric() -> Iterator[DeviceFabric]:
         made.close()
 
 
-def view(driver: HostDriver, address: torch.Tensor, size: int) -> torch.Tensor:
-    return driver.tensor(int(address), size)
-
-
 def test_tables_lead_to_everybodys_memory() -> None:
     driver = HostDriver()
     with pool_on(driver) as (pool, layers):
         fabric = DeviceFabric(pool, Mirror(1, 3), Location.on_one_host(1, 3), LIMITS)
+        pools, flag_addresses = fabric.reach.pools.tolist(), fabric.reach.flags.tolist()
+        assert len(set(pools)) == 3  # mapped by each rank's own handle
         for index, layer in enumerate(layers):
-            tables = fabric.tables(layer)
-            assert tables.master_addresses.tolist() == [t.data_ptr() for t in layer.tensors]
-            assert torch.equal(tables.chunks, torch.from_numpy(layer.chunks))
-            assert len(set(tables.pool_addresses.tolist())) == 3  # mapped by each rank's own handle
-            for rank in range(3):
-                for tensor, size in enumerate(layer.expert_bytes.tolist()):
-                    slot = tables.pool_addresses[rank] + tables.region_offsets[tensor] + size
-                    assert slot % 16 == 0 or tensor == 1
-                    view(driver, slot, size).fill_(rank + tensor + 1)
-                    written = layer.tensors[tensor][MASTERS + 1].view(-1).view(torch.uint8)
-                    assert (written == rank + tensor + 1).all()
-                assert (layer.tensors[1][:MASTERS] == index).all()
-            flags = [int(address) for address in tables.flag_addresses]
-            assert all(flag % 8 == 0 for flag in flags)
-            inboxes = fabric.inboxes.addresses.tolist()
-            assert [f - i for f, i in zip(flags, inboxes, strict=True)] == [
-                inbox_bytes(3, WIDTH)
-            ] * 3
-            signals = inbox_bytes(3, WIDTH) + SLOTS * LIMITS.max_chunks * 8
-            assert not view(driver, fabric.inboxes.addresses[2], signals).any()
+            count, *words = fabric.chunks(layer).tolist()
+            assert (count, words) == (len(layer.chunks), layer.chunks.reshape(-1).tolist())
+            for master, region, stride, size in layer.chunks.tolist():
+                for rank in range(3):
+                    driver.tensor(pools[rank] + region + stride, size).fill_(rank + 1)
+                    seen = driver.tensor(master + (MASTERS + 1) * stride, size)
+                    assert (seen == rank + 1).all()
+            assert (layer.tensors[1][:MASTERS] == index).all()
+        assert all(flag % 8 == 0 for flag in flag_addresses)
+        inboxes = fabric.inboxes.addresses.tolist()
+        apart = [flag - inbox for flag, inbox in zip(flag_addresses, inboxes, strict=True)]
+        assert apart == [inbox_bytes(3, WIDTH)] * 3
+        signals = inbox_bytes(3, WIDTH) + SLOTS * LIMITS.max_chunks * 8
+        assert not driver.tensor(inboxes[2], signals).any()
         fabric.close()
 
 

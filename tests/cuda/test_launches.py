@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from ultraep_kernels.device.launch import Launches
+from ultraep_kernels.device import launch as launch_module
 
 from tests.support.launches import (
     HostWork,
@@ -27,6 +27,7 @@ from tests.support.launches import (
 from tests.support.mirror import FakeRecorder
 from tests.support.offline import Launch
 from ultraep_serve.balance.cuda import balancer as balancer_module
+from ultraep_serve.balance.cuda.recording import Page
 from ultraep_serve.types import Decision, ExpertShape
 
 # of a layer in the middle of a batch: launches, allocations, copies, events
@@ -36,10 +37,10 @@ MOST = {
     "off": (1, 0, 0, 0),
     "decode": (1, 0, 0, 0),
 }
-# how much more in the first layer: the batch's speeds; what this rank would have, there and back.
-# Where the policy was off, all that says whether it still is, and the batch's records.
-FIRST = {"off": (2, 0, 3, 3), "decode": (0, 0, 1, 0)}
-FIRST_BALANCED = (1, 0, 2, 0)
+# how much more in the first layer: what this rank would have goes to the device. Where the policy
+# was off, all that says whether it still is, and the batch's records.
+FIRST = {"off": (1, 0, 2, 3), "decode": (0, 0, 0, 0)}
+FIRST_BALANCED = (0, 0, 1, 0)
 
 
 def figures(work: HostWork) -> tuple[int, int, int, int]:
@@ -91,10 +92,10 @@ def test_experts_are_sent_beside_dispatch_and_arrive_before_they_compute() -> No
             streams.label = f"{layer} "
             balancer.route(layer, ids, 300)
             streams.run("dispatch")
-            clock = balancer.receive()
+            balancer.receive()
             for part in ("experts", "more experts"):
                 streams.run(part)
-            clock.stop()
+            balancer.experts_done()
             balancer.computed()
     behind = streams.behind
     assert behind["0 _stream_kernel"] >= {"0 _count_kernel", "0 plan_kernel"}
@@ -130,9 +131,9 @@ def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
     sent = [
         made.arguments for made in streams.launches if made.function.__name__ == "_receive_kernel"
     ]
-    shared = {"decision_ptr": balancer._decision, "epoch_ptr": balancer._fabric.epoch}
-    for name, overwritten in shared.items():  # by the other half
-        assert len({id(word) for word in (overwritten, *(own[name] for own in sent))}) == 3, name
+    own = [[table.data_ptr() for table in each["sends"]] for each in sent]
+    assert not set(own[0]) & set(own[1])  # the other half would overwrite it
+    assert balancer._fabric.epoch.data_ptr() not in own[0] + own[1]
     assert "1 _stream_kernel" not in streams.behind["0 experts"]
     assert {"0 _stream_kernel", "0 _receive_kernel"} <= streams.behind["0 experts"]
     assert {"1 _stream_kernel", "1 _receive_kernel"} <= streams.behind["1 experts"]
@@ -153,21 +154,52 @@ def test_ids_are_not_kept_for_launches_that_are_made_again(kind: str) -> None:
             assert kept() is None
 
 
-@pytest.mark.parametrize("tokens", [300, 1])
-def test_layers_share_memory_for_physical_ids_and_graphs_have_their_own(tokens: int) -> None:
-    ids = torch.zeros((tokens, 4), dtype=torch.int32)
-    with recorded_streams(), mock.patch.object(balancer_module, "is_capturing") as capturing:
+def test_layers_share_memory_for_physical_ids() -> None:
+    """Graphs too; what one of another size was captured with stays where it is."""
+    with recorded_streams():
         balancer = recorded_balancer(FakeRecorder(), ExpertShape(8, 64, 2, num_micro_batches=2))
-        found = []
-        for capturing.return_value in (False, True, False):
-            places = [(layer, half) for half in (0, 1) for layer in (0, 1)]
-            found.append([balancer.route(layer, ids, tokens, half) for layer, half in places])
-        (first, second, third, fourth), graphs, after = found
-        assert first is second is after[0] is after[1]
-        assert third is fourth is after[2] is after[3]
-        assert len({each.data_ptr() for each in (first, third, *graphs)}) == 6
+        found = dict[int, set[int]]()
+        for tokens in (300, 1, 300, 1):
+            ids = torch.zeros((tokens, 4), dtype=torch.int32)
+            for half in (0, 1):
+                made = [balancer.route(layer, ids, tokens, half) for layer in (0, 1)]
+                assert made[0] is made[1]
+                found.setdefault(tokens, set()).add(made[0].data_ptr())
+        assert len(found[300] | found[1]) == 4
         for others in (ids.long(), ids[1:]):
             assert torch.equal(balancer.route(1, others, tokens) * 0, others)
+
+
+def test_a_capture_leaves_the_batches_before_it_alone() -> None:
+    """CUDA would give it up; a batch that was left open goes to the host behind it."""
+    ids, send, sent = torch.zeros((300, 4), dtype=torch.int32), Page.send, list[int]()
+
+    def sending(page: Page) -> None:
+        sent.append(page.number)
+        send(page)
+
+    with recorded_streams(), mock.patch.object(Page, "send", sending):
+        balancer = recorded_balancer(FakeRecorder())
+
+        def run(tokens: int, num_layers: int) -> None:
+            for layer in range(num_layers):
+                balancer.route(layer, ids, tokens)
+                balancer.receive()
+                balancer.computed()
+
+        with mock.patch.object(Page, "is_done", property(lambda _: False)):
+            run(300, 4)
+            run(300, 1)
+        asked = property(lambda _: pytest.fail("the host asks whether a batch is done"))
+        with (
+            mock.patch.object(balancer_module, "is_capturing", return_value=True),
+            mock.patch.object(Page, "is_done", asked),
+        ):
+            run(300, 4)
+            run(0, 4)
+        assert sent == [1]
+        run(0, 1)
+    assert sent == [1, 2]
 
 
 def compiled_for(launches: list[Launch]) -> set[tuple[str, str]]:
@@ -216,13 +248,14 @@ def test_a_launch_that_is_made_again_passes_what_triton_passes(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Word by word, with what the layer would launch with if it were the first of its kind."""
-    make, found = Launches.make, list[tuple[int, list[int]]]()
+    call, found = launch_module.Launch.__call__, list[tuple[int, list[int]]]()
 
-    def noting(launches: Launches, action: Any, *others: Any) -> None:
-        before, is_first = len(asked), launches._blocks is None
+    def noting(launch: launch_module.Launch, programs: int, *changing: Any) -> None:
+        before, is_first = len(asked), changing[0].dtype not in launch._again
         if not is_first:
-            action()
-        make(launches, action, *others)
+            given = launch._given | dict(zip(launch._names, changing, strict=True))
+            launch._kernel[(programs,)](**given, **launch._options)
+        call(launch, programs, *changing)
         if is_first:
             del asked[before:]
 
@@ -231,23 +264,19 @@ def test_a_launch_that_is_made_again_passes_what_triton_passes(
         found.append((config._obj.grid_x, words))
         return 0
 
-    monkeypatch.setattr(Launches, "make", noting)
+    monkeypatch.setattr(launch_module.Launch, "__call__", noting)
     with prepared_launches(launched) as asked:
         balancer = recorded_balancer(FakeRecorder())
         if kind == "left_alone":
             let_device_say(balancer, Decision.BALANCED)
         if kind == "domains":
             balancer._fabric._all_gather_rows = mock.Mock()
-            balancer._gathered = balancer._rows.clone()
         for tokens in (300, 300, 300, 300, 307, 1):
             ids = torch.zeros((tokens, 4), dtype=torch.int32)
             for layer in (0, 1, 2):
                 balancer.route(layer, ids, 300)
                 balancer.receive()
                 balancer.computed()
-            if (1, 0) in balancer._expected.left_alone:  # physical ids of a graph lie elsewhere
-                with mock.patch.object(balancer_module, "is_capturing", return_value=True):
-                    balancer.route(1, ids, 300)
             balancer.route(0, ids, 1)
     assert len(found) > 10
     assert found == asked

@@ -96,7 +96,7 @@ def test_a_kernel_gets_physical_ids_when_their_experts_have_come() -> None:
     made.finalize(X)
     assert balancer.seen == [
         *(("route", 3, 8, 0), ("prepare", 100), ("receive", 0)),
-        *(("clock stops", 0), "finalize"),
+        *(("experts done", 0), "finalize"),
     ]
 
 
@@ -115,7 +115,7 @@ def test_asynchronous_halves_end_in_their_receivers(
     *_, ids, _ = receiver()
     assert torch.equal(ids, IDS + 100)
     combined = made.finalize_async(X)
-    assert balancer.seen[3:] == ["receiver", ("receive", number), ("clock stops", number)]
+    assert balancer.seen[3:] == ["receiver", ("receive", number), ("experts done", number)]
     combined()
     assert balancer.seen[6:] == ["finalize"]
 
@@ -146,7 +146,7 @@ def test_an_expert_kernel_that_nobody_knows_computes_when_copies_have_come(
         layer.forward_modular(x, WEIGHTS, IDS)
     assert balancer.seen == [
         *(("route", 0, 24, 0), ("prepare", 100), *(["hook", "receiver"] if is_async else [])),
-        *(("receive", 0), "experts", ("clock stops", 0), "finalize", ("computed", 0)),
+        *(("receive", 0), "experts", ("experts done", 0), "finalize", ("computed", 0)),
     ]
 
 

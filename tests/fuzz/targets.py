@@ -37,7 +37,7 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import record_checksum, record_dtype
 from ultraep_serve.telemetry.ring import HEADER_BYTES
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource
+from ultraep_serve.types import ExpertShape, Policy
 
 __all__ = ["TARGETS", "Target"]
 
@@ -147,7 +147,6 @@ def _pages(folder: Path) -> Reader:
         os.pwrite(descriptor, data[:size].ljust(_PAGE_START, b"\0"), 0)
         with contextlib.suppress(ControlError), ControlPage.open(folder) as page:
             assert page.policy is Policy.OFF or not page.is_in_doubt
-            assert page.speeds in SpeedSource
             page.set_policy(Policy.OFF)
 
     return read
@@ -156,7 +155,6 @@ def _pages(folder: Path) -> Reader:
 def _page_seeds(folder: Path) -> list[bytes]:
     with ControlPage.create(folder, Policy.QUOTA) as page:
         first = page.file.read(_PAGE_START)
-        page.set_speeds(SpeedSource.AUTO)
         page.switch_off_in_doubt()
         return [first, page.file.read(_PAGE_START), first[:8]]
 

@@ -133,7 +133,7 @@ def test_gaps_are_counted_and_their_batches_left_out(run_path: Path) -> None:
     with rings(run_path, ring_records=8) as ranks, closing(LoadRecording(run_path)) as recording:
         for batch in range(4):
             record_batch(ranks, batch)
-        ranks[1].count_lost()
+        write(ranks[1], 4, bytes_sent=-1)  # which cannot be
         ranks[1].set_policy(Policy.QUOTA)  # which publishes the count
         recording.poll()
         trace = recording.trace()

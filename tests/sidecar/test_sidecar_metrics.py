@@ -45,7 +45,7 @@ def test_a_clock_that_is_set_counts_nothing_twice(tmp_path: Path, client: TestCl
     recorder = create(tmp_path, shape=ExpertShape(1, 4, 1), num_layers=1)
     for number, hour in enumerate((5, 4, 7, 6)):
         record = planned(number, load_before=[9], load_after=[9], slot_expert=-1)
-        recorder.record(record, hour * 3600 * 10**9)
+        recorder.record_batch(record, 1, hour * 3600 * 10**9)
         found = samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=before"]
         assert found == number + 1
     recorder.close()

@@ -34,7 +34,7 @@ class Ranks:
     def write(self, rank: int, batch: int, second: int = 1) -> None:
         loads = np.array([30, 10])
         record = planned(batch, bytes_sent=100 + rank, load_before=loads, load_after=loads // 2)
-        self.recorders[rank].record(record, second * SECOND)
+        self.recorders[rank].record_batch(record, 1, second * SECOND)
 
     def read(self, rank: int) -> RecordArray:
         return self._readers[rank].poll().records

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,9 +116,11 @@ class Noting:
         self.routed.append(ids)
         return ids + self._more
 
-    def receive(self, *number: int) -> Any:
+    def receive(self, *number: int) -> None:
         self.seen.append(("receive", *number))
-        return SimpleNamespace(stop=lambda: self.seen.append(("clock stops", *number)))
+
+    def experts_done(self, *number: int) -> None:
+        self.seen.append(("experts done", *number))
 
     def computed(self, *number: int) -> None:
         self.seen.append(("computed", *number))

@@ -155,19 +155,24 @@ def swapped_layers(rank: Rank, patch: pytest.MonkeyPatch) -> None:
 
 def never_copied(layer: LayerSlots) -> LayerSlots:
     """Flags are raised, as if it had been."""
-    return replace(layer, chunks=layer.chunks * [1, 1, 0])
+    return replace(layer, chunks=layer.chunks * [1, 1, 1, 0])
 
 
 def cut_short(layer: LayerSlots) -> LayerSlots:
-    return replace(layer, chunks=layer.chunks - [0, 0, 1])
+    return replace(layer, chunks=layer.chunks - [0, 0, 0, 1])
 
 
 def wrong_slot(layer: LayerSlots) -> LayerSlots:
-    return replace(layer, region_offsets=layer.region_offsets + layer.expert_bytes)
+    return _further(layer, [0, 1, 0, 0])
 
 
 def wrong_expert(layer: LayerSlots) -> LayerSlots:
-    return replace(layer, master_addresses=layer.master_addresses + layer.expert_bytes)
+    return _further(layer, [1, 0, 0, 0])
+
+
+def _further(layer: LayerSlots, words: list[int]) -> LayerSlots:
+    """By an expert, in some words of its chunks."""
+    return replace(layer, chunks=layer.chunks + layer.chunks[:, 2:3] * words)
 
 
 def replaced_master(rank: Rank, patch: pytest.MonkeyPatch) -> None:

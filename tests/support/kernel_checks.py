@@ -15,18 +15,26 @@ from ultraep_kernels.contract import (
     FLAG_BYTES,
     HEADER_WIDTH,
     POLICY,
-    SPEEDS,
     TIME,
     UNKNOWN,
 )
-from ultraep_kernels.device.count import Counted, count, new_count_buffers
+from ultraep_kernels.device.count import Count
 from ultraep_kernels.device.exchange import (
     Inboxes,
     exchange,
     inbox_bytes,
     new_epoch,
 )
-from ultraep_kernels.device.plan import DevicePlan, new_plan_buffers, plan
+from ultraep_kernels.device.outcome import outcome_width
+from ultraep_kernels.device.plan import (
+    DevicePlan,
+    Gate,
+    Given,
+    Planner,
+    Rows,
+    Sender,
+    plan_sizes,
+)
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
@@ -41,6 +49,10 @@ __all__ = [
     "check_count_and_reroute",
     "check_exchange",
     "check_plan",
+    "count_of",
+    "new_planner",
+    "no_ids",
+    "plan",
     "require_equal",
     "require_ok",
     "require_same_plan",
@@ -58,17 +70,17 @@ def check_count_and_reroute(
     share = torch.from_numpy(planned.share).to(bench.device)
     slot_expert = torch.from_numpy(planned.slot_expert).to(bench.device)
     status = new_status(bench.device)
-    buffers = new_count_buffers(ids.numel(), num_experts, bench.device)
+    count, given = count_of(ids, num_experts), ids.contiguous()
     places = places_of(share, slot_expert, num_masters)
 
-    def route() -> tuple[Counted, torch.Tensor]:
-        counted = count(ids, num_experts, buffers=buffers)
-        return counted, reroute(ids, places, slot_expert.shape[1], counted, status)
+    def route() -> torch.Tensor:
+        count(given)
+        return reroute(given, places, slot_expert.shape[1], count, status)
 
-    (counted, physical), microseconds = bench.replayed(route)
+    physical, microseconds = bench.replayed(route)
     load, unknown = count_reference(ids.cpu(), num_experts)
-    require_equal(counted.load, load, "load")
-    assert counted.unknown.item() == unknown
+    require_equal(count.load, load, "load")
+    assert count.unknown.item() == unknown
     twin = reroute_on_cpu(ids.cpu(), planned.share, planned.slot_expert, num_masters)
     require_equal(physical, twin, "physical ids")
     require_ok(status)
@@ -86,16 +98,60 @@ def check_plan(
     """The plan of rank ``source`` for ``loads`` (R, E) and ``speeds`` (R,)."""
     fast = None if speeds is None else torch.from_numpy(speeds).int().to(bench.device)
     on_device, status = torch.from_numpy(loads).int().to(bench.device), new_status(bench.device)
-    slots = shape.num_replica_slots
-    buffers = new_plan_buffers(*loads.shape, slots, bench.device, domain_size=domain_size)
-    found, microseconds = bench.replayed(
-        lambda: plan(on_device, slots, source, status, speeds=fast, buffers=buffers)
-    )
-    context = PlanContext.of(shape, domain_size, speeds)
+    given = Given(Rows.of(on_device), status, speeds=fast)
+    planner = new_planner(given, shape.num_replica_slots, source, domain_size)
+    nothing, count = no_ids(on_device)
+    _, microseconds = bench.replayed(lambda: planner(nothing, nothing, count))
+    found, context = planner.found, PlanContext.of(shape, domain_size, speeds)
     require_same_plan(found, plan_quota(loads, context, source))
     assert found.decision.item() == Decision.PLANNED
     require_ok(status)
     return microseconds
+
+
+def count_of(ids: torch.Tensor, num_experts: int, **options: Any) -> Count:
+    """What counts ``ids`` (T, K), which has not yet; ``options`` of ``Count``."""
+    count = Count(num_experts, ids.device, **options)
+    count.fit(ids.numel())
+    return count
+
+
+def no_ids(loads: torch.Tensor) -> tuple[torch.Tensor, Count]:
+    """What a plan of ``loads`` (R, E) looks up: nothing, and its count."""
+    return loads.new_zeros(0), Count(loads.shape[1], loads.device)
+
+
+def new_planner(
+    given: Given, num_slots: int, source: int, domain_size: int | None = None, **others: bool
+) -> Planner:
+    """Plans for ``source``, without sends; ``others`` of ``PlanSizes``."""
+    num_ranks, num_experts = given.loads.table.shape
+    sizes = plan_sizes(num_ranks, num_experts, num_slots, domain_size, **others)
+    return Planner(sizes, given, Sender(source))
+
+
+def plan(
+    loads: torch.Tensor,
+    num_slots: int,
+    source: int,
+    status: torch.Tensor,
+    *,
+    domain_size: int | None = None,
+    speeds: torch.Tensor | None = None,
+    gate: Gate | None = None,
+    rows: torch.Tensor | None = None,
+    outcome: torch.Tensor | None = None,
+) -> DevicePlan:
+    """One plan of ``loads`` (R, E) on the device; speeds are measured where rows are alone."""
+    of_rows = None if rows is None else Rows.of(rows)
+    given = Given(Rows.of(loads), status, of_rows, speeds, gate)
+    measures = rows is not None and speeds is None
+    planner = new_planner(given, num_slots, source, domain_size, measures_speeds=measures)
+    if rows is not None and outcome is None:
+        outcome = status.new_zeros(outcome_width(loads.shape[1], loads.shape[0], num_slots))
+    nothing, count = no_ids(loads)
+    planner(nothing, nothing, count, outcome)
+    return planner.found
 
 
 def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | None:
@@ -109,7 +165,7 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     inboxes[0, ends:].view(torch.int32).view(2, num_ranks, width)[:] = posted.view(num_ranks, width)
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
     load = posted[:num_experts]
-    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 3))
+    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 2))
     epoch, status = new_epoch(device), new_status(device)
 
     row = row_reference(load, unknown, choice, has_load=True)
@@ -130,7 +186,7 @@ def row_reference(
     Args:
         load: (E,) int32.
         unknown: (1,) int32, ids that could not be counted.
-        choice: (3,) int32, ``contract.Choice`` of this rank.
+        choice: (2,) int32, ``contract.Choice`` of this rank.
         has_load: whether the load follows the header; else the header has its checksum.
     """
     whole = (1 << 32) - 1
@@ -140,7 +196,7 @@ def row_reference(
         bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
         checksum ^= bits ^ bits >> 13
     header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
-    header[[POLICY, SPEEDS, TIME]] = choice.long()
+    header[[POLICY, TIME]] = choice.long()
     header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
     header = header.where(header < 1 << 31, header - (1 << 32)).int()
     return torch.cat([header, load]) if has_load else header

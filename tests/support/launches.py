@@ -24,7 +24,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from ultraep_kernels.device import launch as launch_module
-from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
@@ -32,12 +31,11 @@ from tests.support.mirror import FakeRecorder, mirrored_balancer
 from tests.support.offline import Launch, recorded_launches
 from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup, row_width
-from ultraep_serve.balance.cuda import balancer as balancer_module
-from ultraep_serve.balance.cuda import recording, timing
-from ultraep_serve.balance.cuda.arrival import side_stream
+from ultraep_serve.balance.cuda import micro_batch, recording, timing
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
-from ultraep_serve.balance.cuda.recording import PendingBatch
+from ultraep_serve.balance.cuda.micro_batch import SideStream
+from ultraep_serve.balance.cuda.recording import Page
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.ring import RING_RECORDS
 from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
@@ -122,7 +120,7 @@ class Streams:
         self._seen = len(self.launches)
 
     def side_stream(self, _device: torch.device) -> "_Side":
-        """Instead of the one that ``DeviceBalancer`` makes."""
+        """Instead of the one that a micro-batch makes."""
         return _Side(self)
 
     def _note(self, name: str) -> None:
@@ -131,28 +129,31 @@ class Streams:
 
 
 class _Side:
-    """``SideStream`` whose streams are only recorded."""
+    """``SideStream`` whose launches are only recorded."""
+
+    stream = None
 
     def __init__(self, streams: Streams) -> None:
-        self._streams, self._stream = streams, set[str]()
+        self._streams, self._behind, self._engine = streams, set[str](), set[str]()
         self._has_forked = False
 
-    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
+    def __enter__(self) -> None:
         streams = self._streams
         streams.note_kernels()
         streams.num_forks += 1
-        engine, self._has_forked = streams._current, True
-        self._stream |= engine
-        streams._current = self._stream
-        launches.make(action)
-        streams.note_kernels()
-        streams._current = engine
+        self._engine, self._has_forked = streams._current, True
+        self._behind |= self._engine
+        streams._current = self._behind
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.note_kernels()
+        self._streams._current = self._engine
 
     def join(self) -> None:
         self._streams.note_kernels()
         if self._has_forked:
             self._has_forked = False
-            self._streams._current |= self._stream
+            self._streams._current |= self._behind
 
 
 @contextmanager
@@ -160,7 +161,7 @@ def recorded_streams() -> Iterator[Streams]:
     """Inside, launches are recorded instead of made, as are streams of balancers made inside."""
     with recorded_launches() as launches:
         streams = Streams(launches)
-        with mock.patch.object(balancer_module, "side_stream", streams.side_stream):
+        with mock.patch.object(micro_batch, "SideStream", streams.side_stream):
             yield streams
 
 
@@ -203,7 +204,6 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1, decoded: int = 0) ->
         if kind == "left_alone":
             let_device_say(balancer, Decision.BALANCED)
         elif kind == "off":  # as the device and the host have found the batches before
-            balancer._decision.fill_(Decision.POLICY_OFF)
             let_device_say(balancer, Decision.POLICY_OFF)
         for _ in range(batches):
             for layer in [*range(LAYERS)] * decoded:
@@ -216,7 +216,8 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1, decoded: int = 0) ->
                 already, forks = len(streams.launches), streams.num_forks
                 with _counted_events(work), _Operations(work):
                     balancer.route(layer, ids, tokens)
-                    balancer.receive().stop()
+                    balancer.receive()
+                    balancer.experts_done()
                     balancer.computed()
                 work.kernels = [launch.function.__name__ for launch in streams.launches[already:]]
                 work.events += 2 * (streams.num_forks - forks)  # where a stream forks and joins
@@ -226,27 +227,28 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1, decoded: int = 0) ->
 @contextmanager
 def _lagging(batches: int) -> Iterator[None]:
     """Inside, the last ``batches`` that were sent to the host are not there yet."""
-    send, sent = PendingBatch.send, list[PendingBatch]()
+    send, sent = Page.send, list[Page]()
 
-    def sending(page: PendingBatch) -> None:
+    def sending(page: Page) -> None:
         send(page)
         sent.append(page)
 
-    def is_done(page: PendingBatch) -> bool:
+    def is_done(page: Page) -> bool:
         return all(page is not late for late in sent[len(sent) - batches :])
 
     with (
-        mock.patch.object(PendingBatch, "send", sending),
-        mock.patch.object(PendingBatch, "is_done", property(is_done)),
+        mock.patch.object(Page, "send", sending),
+        mock.patch.object(Page, "is_done", property(is_done)),
     ):
         yield
 
 
 def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
     """Of every layer of the batches that come."""
-    for page in balancer._pending._pages:
+    _, ranks, slots = balancer._sizes
+    for page in balancer._batches._pages:
         page._on_device[:, 0] = decision
-        page._on_device[:, -2 * balancer._shape.num_ranks * balancer._shape.num_slots :] = -1
+        page._on_device[:, -2 * ranks * slots :] = -1
 
 
 def host_microseconds_per_layer() -> dict[str, float]:
@@ -265,7 +267,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
         prepared_launches(nothing),
         mock.patch.object(recorder, "record_batch", ring.record_batch),
         mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),
-        mock.patch.object(balancer_module, "side_stream", return_value=side_stream(device)),
+        mock.patch.object(micro_batch, "SideStream", side_effect=lambda _: SideStream(device)),
     ):
         balancer = recorded_balancer(recorder, shape, MANY)
         for kind in ("balanced", "left_alone", "decode"):
@@ -278,7 +280,8 @@ def host_microseconds_per_layer() -> dict[str, float]:
                 for layer in range(MANY):
                     began = time.perf_counter()
                     balancer.route(layer, ids, tokens)
-                    balancer.receive().stop()
+                    balancer.receive()
+                    balancer.experts_done()
                     balancer.computed()
                     of_layers.append(1e6 * (time.perf_counter() - began))
                 of_batches.append(of_layers)

@@ -25,7 +25,7 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.types import Decision, Policy, SpeedSource, Stage, VerificationCheck
+from ultraep_serve.types import Decision, Policy, Stage, VerificationCheck
 
 __all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
 
@@ -37,10 +37,8 @@ class FakeRecorder(KeepsNothing):
     """Recorder and policy source in one; what came is kept as plain values."""
 
     policy: Policy = Policy.QUOTA
-    speeds: SpeedSource = SpeedSource.CONFIGURED
     events: list[Any] = field(default_factory=list)  # records, and decisions on whole batches
     stage_ns: list[int] = field(default_factory=list)  # of the last record
-    lost: int = 0
     verified: list[VerificationCheck] = field(default_factory=list)
     failures: list[VerificationCheck] = field(default_factory=list)
 
@@ -63,9 +61,6 @@ class FakeRecorder(KeepsNothing):
 
     def switch_off_in_doubt(self) -> None:
         self.policy = Policy.OFF
-
-    def count_lost(self) -> None:
-        self.lost += 1
 
 
 class Mirror:

@@ -1,14 +1,12 @@
 """Ids looked up by a launch of their own, to be checked and timed; servers plan in the same one."""
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
-from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of, ids_of
-from ultraep_kernels.device.launch import launch
+from ultraep_kernels.device.count import BLOCK_IDS, Count
 from ultraep_kernels.device.reroute import AssignSizes, Places, assign_block, new_physical
 
 __all__ = ["places_of", "reroute"]
@@ -59,7 +57,7 @@ def reroute(
     topk_ids: torch.Tensor,
     places: Places,
     num_slots: int,
-    counted: Counted,
+    counted: Count,
     status: torch.Tensor,
 ) -> torch.Tensor:
     """Physical ids (T, K) of the type of ``topk_ids``; twin ``host.reroute.reroute``.
@@ -74,7 +72,6 @@ def reroute(
     """
     num_experts, num_ranks = places.ends.shape
     out = new_physical(topk_ids)
-    changed: dict[str, Any] = {"out_ptr": out, **ids_of(topk_ids, counted)}
     sizes = AssignSizes(
         num_ranks=num_ranks,
         num_masters=num_experts // num_ranks,
@@ -82,6 +79,6 @@ def reroute(
         search_steps=(num_ranks - 1).bit_length(),
         tile=BLOCK_IDS,
     )
-    grid = (blocks_of(topk_ids.numel()),)
-    launch(_assign_kernel, grid, places, status, **changed, SIZES=sizes, num_warps=4)
+    ids = topk_ids.contiguous(), counted.before, counted.num_ids, out
+    _assign_kernel[(counted.blocks,)](places, status, *ids, SIZES=sizes, num_warps=4)
     return out

@@ -1,6 +1,6 @@
 """Rings for tests: one rank's, and records for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
-from ultraep_serve.telemetry.record import LayerRecord, RecordArray
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -36,20 +36,23 @@ def create(
     return Recorder.create(run_path, place, shape, RingSettings(**(settings | changes)), pipeline)
 
 
-def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> None:
-    """Record a planned layer; ``changes`` are fields of ``LayerRecord``."""
-    recorder.record(planned(batch, layer, **changes))
+def write(recorder: Recorder, batch: int, layer: Any = 0, **changes: Any) -> None:
+    """Record a batch of one planned ``layer``, or of an array of them, all alike.
+
+    ``changes`` are fields of ``LayerRecord``.
+    """
+    recorder.record_batch(planned(batch, layer, **changes), np.size(layer))
 
 
 def write_all(
-    recorders: Sequence[Recorder], batch: int, layer: int = 0, first: int = 0, **changes: Any
+    recorders: Sequence[Recorder], batch: int, layer: Any = 0, first: int = 0, **changes: Any
 ) -> None:
     """Every rank from ``first`` on records the same; rank r sends r * 100 bytes."""
     for rank, recorder in enumerate(recorders, first):
         write(recorder, batch, layer, bytes_sent=100 * rank, **changes)
 
 
-def planned(batch: int, layer: int = 0, **changes: Any) -> LayerRecord:
+def planned(batch: int, layer: Any = 0, **changes: Any) -> LayerRecord:
     """The record of a planned layer; ``changes`` are fields of it."""
     fields: dict[str, Any] = {
         "tokens": 100,
@@ -74,23 +77,20 @@ def planned(batch: int, layer: int = 0, **changes: Any) -> LayerRecord:
 
 
 class KeepsNothing:
-    """A stand-in of a recorder, to which a record for later is one like any other."""
+    """A stand-in of a recorder, which is given one record after the other."""
+
+    progress = 0
 
     def record(self, record: LayerRecord) -> None:
-        """As ``Recorder.record``."""
+        """Keep a layer's record."""
         raise NotImplementedError
 
-    def record_batch(self, stored: RecordArray) -> None:
+    def record_batch(self, layers: LayerRecord, number: int) -> None:
         """As ``Recorder.record_batch``, one by one."""
-        for row in stored:
-            self.record(LayerRecord(*(row[name] for name in LayerRecord._fields)))
-
-    def record_later(self, make: Callable[[], LayerRecord], **_: bool) -> None:
-        """As ``Recorder.record_later``, at once."""
-        self.record(make())
-
-    def write_kept(self) -> None:
-        """As ``Recorder.write_kept``."""
+        for place in range(number):
+            self.record(
+                LayerRecord(*(each if np.ndim(each) == 0 else each[place] for each in layers))
+            )
 
     def fail(self, reason: str) -> None:
         """As ``Recorder.fail``."""

@@ -19,7 +19,7 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
@@ -100,8 +100,10 @@ class SyntheticRun:
         if policy is Policy.OFF:
             return
         self._popularity += self.traffic.drift * self._random.normal(size=self._popularity.shape)
-        for layer in range(self.num_layers):
-            self._layer(layer, policy)
+        layers = [self._layer(layer, policy) for layer in range(self.num_layers)]
+        for recorder, records in zip(self.recorders, zip(*layers, strict=True), strict=True):
+            columns = zip(*records, strict=True)
+            recorder.record_batch(LayerRecord(*map(np.array, columns)), self.num_layers)
 
     def close(self) -> None:
         """Stop as an engine does; the files stay."""
@@ -109,7 +111,8 @@ class SyntheticRun:
             recorder.close()
         self.control.close()
 
-    def _layer(self, layer: int, policy: Policy) -> None:
+    def _layer(self, layer: int, policy: Policy) -> list[LayerRecord]:
+        """What every rank tells of it."""
         loads = self._loads(layer)
         before = loads.sum(axis=0).reshape(self.shape.num_ranks, -1).sum(axis=1)
         decision, plan = self._decide(loads, before, policy)
@@ -119,22 +122,32 @@ class SyntheticRun:
         if plan is not None:
             slots, slot_load = plan.slot_expert, plan.slot_load
         speeds = np.full_like(before, FULL_SPEED) if self._speeds is None else self._speeds
-        outcome = LayerOutcome(decision, policy, loads.sum(axis=0), speeds, slots, slot_load)
         owner = slots[slots >= 0] // self.shape.num_masters
         sent = np.bincount(owner, minlength=self.shape.num_ranks) * _EXPERT_BYTES
-        for rank, recorder in enumerate(self.recorders):
-            received = int((slots[rank] >= 0).sum()) * _EXPERT_BYTES
-            told = LayerRecord.of(
-                LayerPlace(self._batch, layer, self.traffic.tokens),
-                outcome,
-                loads[rank],
-                rank=rank,
-                expert_bytes=_EXPERT_BYTES,
-                bytes_sent=int(sent[rank]),
-                stage_ns=self._stage_ns(int(sent[rank]), received, int(after.max())),
+        received = (slots >= 0).sum(axis=1) * _EXPERT_BYTES
+        return [
+            LayerRecord(
+                batch=self._batch,
+                assignments=before.sum(),
+                bytes_sent=sent[rank],
+                bytes_received=received[rank],
                 experts_ns=0,
+                layer=layer,
+                tokens=self.traffic.tokens,
+                replicas=(slots >= 0).sum(),
+                decision=decision,
+                policy=policy.code,
+                stage_ns=self._stage_ns(int(sent[rank]), int(received[rank]), int(after.max())),
+                load_before=before,
+                load_after=after,
+                speed=speeds,
+                slot_expert=slots,
+                slot_load=slot_load,
+                expert_load=loads.sum(axis=0),
+                own_load=loads[rank],
             )
-            recorder.record(told._replace(load_after=after))
+            for rank in range(self.shape.num_ranks)
+        ]
 
     @property
     def _speeds(self) -> NDArray[np.int64] | None:

@@ -20,7 +20,7 @@ from ultraep_serve.proof.answers import Answers
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
+from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 __all__ = ["HIDDEN", "LAYERS", "SampledRank", "Traffic", "serve_traffic"]
 
@@ -137,7 +137,6 @@ class SampledRank:
         if self.rank == 0 and common.random() < 0.1:
             policies = (Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.OFF)
             self.page.set_policy(policies[common.integers(len(policies))])
-            self.page.set_speeds(list(SpeedSource)[common.integers(len(SpeedSource))])
         if common.random() < 0.02:  # weights are loaded anew
             self.layers[int(common.integers(LAYERS))][0][: self.shape.num_masters] *= -1
         tokens = sizes[self.rank if sources > 1 else 0]

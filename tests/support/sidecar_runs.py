@@ -49,8 +49,8 @@ class SkewedRun:
         before[hot] = 10 * self.num_ranks
         loads = {"load_before": before, "load_after": np.full(self.num_ranks, 10)}
         of_batch = {"decision": decision, "policy": policy, "stage_ns": [1000] * 7}
-        for layer in range(2):
-            write_all(self.recorders, number, layer, bytes_received=50, **of_batch, **loads)
+        layers = np.arange(2)
+        write_all(self.recorders, number, layers, bytes_received=50, **of_batch, **loads)
 
     def skip(self, decision: Decision) -> None:
         for recorder in self.recorders:

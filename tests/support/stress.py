@@ -30,7 +30,7 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbalance
+from ultraep_serve.types import Decision, Policy, TokenView, imbalance
 
 __all__ = ["RandomBatches", "StressReport", "run_stress"]
 
@@ -50,7 +50,6 @@ class RandomBatches:
     max_tokens: int = 256  # of one source of tokens
     top_k: int = 2
     policies: tuple[Policy, ...] = (Policy.QUOTA,)  # rank 0 changes between them at random
-    speeds: tuple[SpeedSource, ...] = (SpeedSource.CONFIGURED,)  # and between these
     bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
     pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
@@ -97,15 +96,17 @@ class _Recorder(KeepsNothing):
 
     def __init__(self, report: StressReport, domain_size: int) -> None:
         self._domain_size = domain_size
-        self.decision = Decision.SMALL
         self.batch = 0
+        self.forced = set[int]()  # layers of the batch
         self._report = report
 
     def record(self, record: LayerRecord) -> None:
-        self.decision = Decision(record.decision)
-        self._report.decisions.append((self.batch, record.layer, self.decision))
-        self._report.bytes_sent += record.bytes_sent
-        if self.decision is Decision.PLANNED:
+        decision = Decision(record.decision)
+        self._report.decisions.append((self.batch, int(record.layer), decision))
+        self._report.bytes_sent += int(record.bytes_sent)
+        if decision is Decision.FORCED:
+            self.forced.add(int(record.layer))
+        if decision is Decision.PLANNED:
             self._report.before.append(imbalance(record.load_before, record.speed))
             self._report.after.append(imbalance(record.load_after, record.speed))
             by_domain = record.load_before.reshape(-1, self._domain_size).sum(axis=1)
@@ -114,7 +115,6 @@ class _Recorder(KeepsNothing):
             self._report.plans = zlib.crc32(values.tobytes(), self._report.plans)
 
     def count_batch(self, decision: Decision) -> None:
-        self.decision = decision
         self._report.decisions.append((self.batch, -1, decision))
 
 
@@ -123,7 +123,6 @@ class _Switch:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.speeds = SpeedSource.CONFIGURED
 
 
 def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressReport:
@@ -208,25 +207,22 @@ class _Runner:
 
     def run_batch(self, batch: int) -> None:
         """All layers, then one sum over ranks and the comparison."""
-        self._recorder.batch = batch
+        self._recorder.batch, self._recorder.forced = batch, set()
         common = np.random.default_rng((self._batches.seed, batch))
         private = np.random.default_rng((self._batches.seed, batch, self._rank))
         sizes = _batch_sizes(common, self._batches)
         num_layers = self._batches.model.num_layers
-        inputs, outputs, checked = [], [], []
+        inputs, outputs = [], []
         for layer in range(num_layers):
             if private.random() < 0.2:
                 self._switch.policy = _one_of(self._batches.policies, private)
-                self._switch.speeds = _one_of(self._batches.speeds, private)
             given = self._make_input(common, sizes)
             outputs.append(self._run_layer(layer, given, sizes, private))
             inputs.append(given)
-            turn = (batch * num_layers + layer) % self._shape.num_ranks
-            is_mine = turn == self._rank
-            checked.append(is_mine and self._recorder.decision is not Decision.FORCED)
         totals = self._mail.sum(torch.stack(outputs))
         for layer, given in enumerate(inputs):
-            if checked[layer]:
+            turn = (batch * num_layers + layer) % self._shape.num_ranks
+            if turn == self._rank and layer not in self._recorder.forced:
                 self._compare(layer, given, totals[layer])
 
     def _run_layer(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.relays import Sends, new_sends, plan_sends
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
+from ultraep_kernels.device.stream import Programs, Reach, Stream, StreamSizes
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_ok
+from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.types import ExpertShape
 
 __all__ = [
@@ -38,7 +38,15 @@ class VirtualRanks:
     shape: ExpertShape
     experts: list[list[torch.Tensor]]  # by rank and tensor, (L + S, bytes) uint8, masters first
     flags: torch.Tensor  # (R, S, C) int64
-    tables: list[StreamTables]  # by rank
+    reach: Reach  # the same for all of them, as they share a process
+    chunks: list[torch.Tensor]  # by rank
+
+    def stream(
+        self, rank: int, slot_expert: torch.Tensor, sends: Sends, programs: Programs, **stops: bool
+    ) -> Stream:
+        """What copies experts of ``rank``."""
+        sizes = self.shape.num_ranks, self.shape.num_masters, self.shape.num_replica_slots
+        return Stream(sends, slot_expert, rank, self.reach, StreamSizes(*sizes, programs, **stops))
 
     def empty_slots(self) -> None:
         """Fill all slots with bytes that read as NaN."""
@@ -71,30 +79,17 @@ def make_ranks(
         ]
         for own in memory
     ]
-    chunks = [
-        (tensor, offset, min(chunk_bytes, size - offset))
-        for tensor, size in enumerate(tensor_bytes)
-        for offset in range(0, size, chunk_bytes)
-    ]
     slots = [
         start + shape.num_masters * size for start, size in zip(starts, tensor_bytes, strict=False)
     ]
-    flag_shape = (shape.num_ranks, shape.num_replica_slots, len(chunks))
+    chunks = [LayerSlots.of(own, slots, list(tensor_bytes), chunk_bytes).chunks for own in experts]
+    flag_shape = (shape.num_ranks, shape.num_replica_slots, len(chunks[0]))
     flags = torch.zeros(flag_shape, dtype=torch.int64, device=device)
-    tables = [
-        StreamTables(
-            master_addresses=_addresses(own, device),
-            pool_addresses=_addresses(memory, device),
-            region_offsets=torch.tensor(slots, device=device),
-            expert_bytes=torch.tensor(tensor_bytes, device=device),
-            chunks=torch.tensor(chunks, device=device),
-            flag_addresses=_addresses(list(flags), device),
-            max_chunks=len(chunks),
-            num_chunks=len(chunks),
-        )
-        for own in experts
-    ]
-    return VirtualRanks(shape, experts, flags, tables)
+    addresses = _addresses(memory, device), _addresses(list(flags), device)
+    status = new_status(device)
+    reach = Reach(*addresses, len(chunks[0]), status, status.clone())
+    tables = [torch.tensor([len(own), *own.reshape(-1)], device=device) for own in chunks]
+    return VirtualRanks(shape, experts, flags, reach, tables)
 
 
 def fill_masters(ranks: VirtualRanks) -> None:
@@ -114,11 +109,11 @@ def check_stream(
     AssertionError where a slot does not hold its master's bytes.
     """
     ranks.empty_slots()
-    epoch = torch.tensor([number, 0], device=bench.device)
-    status = new_status(bench.device)
     sends = sends_of(ranks, slot_expert, mode)
-    _, microseconds = bench.replayed(sender(bench, ranks, slot_expert, sends, epoch, status))
-    require_arrived(ranks, slot_expert, epoch, status)
+    for send in sends:
+        send.epoch.fill_(number)
+    _, microseconds = bench.replayed(sender(bench, ranks, slot_expert, sends))
+    require_arrived(ranks, slot_expert, sends[0].epoch)
     return microseconds
 
 
@@ -133,38 +128,36 @@ def sender(
     ranks: VirtualRanks,
     slot_expert: torch.Tensor,
     sends: list[Sends],
-    epoch: torch.Tensor,
-    status: torch.Tensor,
 ) -> Callable[[], None]:
     """Lets all ranks send, and then forward: they share a device, and none waits for a later one.
 
     What one of them sends and forwards is apart only here; in serving it is one launch.
     """
     kinds = [kind for kind in (0, 1) if any(int(send.tasks[kind, 0]) for send in sends)]
-    phases = [[_only(send, kind) for send in sends] for kind in kinds]
-
-    def send_all(rank: int, send: Sends) -> None:
-        arguments = ranks.shape.num_masters, ranks.tables[rank], rank, epoch, status
-        stream(send, slot_expert, *arguments, Programs(bench.num_programs, bench.num_programs))
+    programs = Programs(bench.num_programs, bench.num_programs)
+    phases = [
+        [
+            ranks.stream(rank, slot_expert, _only(send, kind), programs)
+            for rank, send in enumerate(sends)
+        ]
+        for kind in kinds
+    ]
 
     def run() -> None:
         for phase in phases:
-            bench.at_once([partial(send_all, rank, send) for rank, send in enumerate(phase)])
+            pairs = zip(phase, ranks.chunks, strict=True)
+            bench.at_once([partial(stream.send, chunks) for stream, chunks in pairs])
 
     return run
 
 
-def require_arrived(
-    ranks: VirtualRanks, slot_expert: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor
-) -> None:
+def require_arrived(ranks: VirtualRanks, slot_expert: torch.Tensor, epoch: torch.Tensor) -> None:
     """Wait for all ranks' slots; AssertionError where one does not hold its master's bytes."""
-    planned = torch.full_like(status, Decision.PLANNED)
-    nothing = new_sends(*slot_expert.shape, status.device)
-    for rank, tables in enumerate(ranks.tables):
-        arguments = ranks.shape.num_masters, tables, rank, epoch, status, Programs(0, 0)
-        waits = {"decision": planned, "reported": status, "patience_ns": PATIENCE_NS}
-        receive(nothing, slot_expert, *arguments, **waits)
-    require_ok(status)
+    nothing = new_sends(*slot_expert.shape, epoch.device)  # of a plan that is followed
+    nothing.epoch.copy_(epoch)
+    for rank, chunks in enumerate(ranks.chunks):
+        ranks.stream(rank, slot_expert, nothing, Programs(0, 0)).receive(chunks, PATIENCE_NS)
+    require_ok(ranks.reach.status)
     wrong = _wrong_slots(ranks, slot_expert)
     assert not wrong, f"(rank, slot) {wrong} differ from their masters"
 

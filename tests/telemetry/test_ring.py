@@ -2,19 +2,17 @@
 
 import os
 import time
-from functools import partial
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.ring_files import SHAPE, create, planned, write
+from tests.support.ring_files import create, planned, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
-from ultraep_serve.telemetry.record import stored_record
 from ultraep_serve.telemetry.ring import (
     RingState,
 )
@@ -66,9 +64,9 @@ def test_polls_return_each_record_once_and_count_the_missed(tmp_path: Path) -> N
     reader = RingReader(RunFiles(tmp_path).ring(0))
     layer = 0
     for written, missed in ((3, 0), (0, 0), (16, 0), (15, 0), (17, 1), (100, 84)):
-        stored = [stored_record(planned(0, layer + more), SHAPE) for more in range(written)]
-        if stored:
-            recorder.record_batch(np.concatenate(stored))
+        if written:
+            record = planned(0, layer + np.arange(written))
+            recorder.record_batch(record, written)
         layer += written
         poll = reader.poll()
         assert poll.missed == missed
@@ -94,22 +92,17 @@ def test_a_bad_value_is_counted_and_written_nowhere(tmp_path: Path) -> None:
     write(recorder, 3)
     recorder.count_batch(Decision.SMALL)
     assert recorder.lost == 7
-    recorder.count_lost()  # one that its maker had no room for
-    assert recorder.lost == 8
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_batches_are_counted_once_by_their_decision(tmp_path: Path, at_once: bool) -> None:
+def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:
     recorder = create(tmp_path, num_layers=3)
     followed, balanced, inconsistent = Decision.PLANNED, Decision.BALANCED, Decision.INCONSISTENT
     for batch, decisions in enumerate(
         [[balanced, followed, balanced], [balanced] * 3, [followed] * 3, [inconsistent, balanced]]
     ):
-        layers = [planned(batch, layer, decision=each) for layer, each in enumerate(decisions)]
-        stored = [stored_record(layer, SHAPE) for layer in layers]
-        for part in [np.concatenate(stored)] if at_once else stored:
-            recorder.record_batch(part)
-    recorder.count_batch(Decision.SMALL)  # ends the batch of two layers
+        layers = np.arange(len(decisions))
+        recorder.record_batch(planned(batch, layers, decision=decisions), len(decisions))
+    recorder.count_batch(Decision.SMALL)
     header = RingReader(RunFiles(tmp_path).ring(0)).header()
     assert header.batches == 5
     assert header.recorded_batches[followed] == 2
@@ -174,46 +167,3 @@ def test_a_damaged_ring_is_written_on_and_the_log_says_so_once(
     recorder.close()
     (said,) = caplog.messages
     assert f"ring-0 was {damage}; this server serves on" in said
-
-
-def test_what_is_kept_is_written_behind_the_batch_with_the_times_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 3600.0)
-    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
-    begun, progress = time.time_ns(), recorder.progress
-    recorder.record_later(partial(planned, 1, 0), ends_batch=False)
-    ended = time.time_ns()
-    assert recorder.progress > progress
-    assert not reader.poll().records.size
-    time.sleep(0.05)
-    recorder.write_kept()
-    (first,) = reader.poll().records
-    assert first["batch"] == 1
-    assert begun <= first["time_ns"] <= ended
-    recorder.record_later(partial(planned, 2, 0), ends_batch=False)
-    recorder.record_later(
-        partial(planned, 2, 1), ends_batch=True
-    )  # writes both, without being asked
-    layers: list[int] = []
-    while len(layers) < 2:
-        layers += reader.poll().records["layer"].tolist()
-        time.sleep(0.005)
-    recorder.record_later(partial(planned, 3, 7), ends_batch=False)
-    recorder.close()
-    assert [*layers, *reader.poll().records["layer"].tolist()] == [0, 1, 7]
-
-
-def test_a_heartbeat_writes_what_is_kept_and_comes_however_often_batches_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.05)
-    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
-    recorder.record_later(partial(planned, 1), ends_batch=False)
-    while not reader.poll().records.size:
-        time.sleep(0.005)
-    first = reader.header().heartbeat_ns
-    while reader.header().heartbeat_ns == first:
-        recorder.record_later(partial(planned, 1), ends_batch=True)
-        time.sleep(1e-3)
-    recorder.close()

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView, parse_speeds
+from ultraep_serve.types import ExpertShape, TokenView, parse_speeds
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
@@ -31,7 +31,6 @@ __all__ = [
     "GroupSetup",
     "LayerBalancer",
     "LayerSlots",
-    "PolicySource",
     "marking_failure",
     "row_width",
 ]
@@ -84,7 +83,7 @@ class GroupSetup:
             return "without replica slots there is no room for copies; choose --slots 1 or more"
         speeds = parse_speeds(config.speeds) or (1.0,) * shape.num_ranks
         worst = sum(speeds) / min(speeds)  # all assignments on the slowest rank
-        if config.speeds != SpeedSource.AUTO.value and config.max_imbalance >= worst:
+        if config.speeds != "auto" and config.max_imbalance >= worst:
             return (
                 f"no load is more uneven than {worst:.3g}, and up to --max-imbalance "
                 f"{config.max_imbalance:g} all are left alone; choose less"
@@ -108,51 +107,29 @@ def row_width(num_logical_experts: int, view: TokenView) -> int:
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """Where one layer's expert tensors live; N tensors make up an expert."""
+    """Where one layer's expert tensors lie; N tensors make up an expert."""
 
     tensors: list[torch.Tensor]  # N tensors (L + S, ...), masters first
-    master_addresses: NDArray[np.int64]  # (N,) first master
-    region_offsets: NDArray[np.int64]  # (N,) of slot 0 within every rank's pool
-    expert_bytes: NDArray[np.int64]  # (N,)
-    chunks: NDArray[np.int64]  # (C, 3) units of transfer: tensor index, offset, size
+    # (C, 4) units of transfer: where each lies in the first master; bytes from the start of every
+    # rank's pool to it in slot 0; bytes from one expert to the next; its size
+    chunks: NDArray[np.int64]
 
     @cached_property
     def bytes_per_expert(self) -> int:
         """Bytes of one expert in all tensors."""
-        return int(self.expert_bytes.sum())
+        return int(self.chunks[:, 3].sum())
 
     @classmethod
     def of(
         cls, tensors: list[torch.Tensor], offsets: list[int], sizes: list[int], chunk_bytes: int
     ) -> "LayerSlots":
-        """Describe adopted ``tensors``, with their ``region_offsets`` and ``expert_bytes``."""
+        """Describe adopted ``tensors``: ``offsets`` of slot 0 in the pool, ``sizes`` of experts."""
         chunks = [
-            (index, offset, min(chunk_bytes, size - offset))
-            for index, size in enumerate(sizes)
-            for offset in range(0, size, chunk_bytes)
+            (tensor.data_ptr() + start, offset + start, size, min(chunk_bytes, size - start))
+            for tensor, offset, size in zip(tensors, offsets, sizes, strict=True)
+            for start in range(0, size, chunk_bytes)
         ]
-        return cls(
-            tensors=tensors,
-            master_addresses=np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64),
-            region_offsets=np.array(offsets, dtype=np.int64),
-            expert_bytes=np.array(sizes, dtype=np.int64),
-            chunks=np.array(chunks, dtype=np.int64).reshape(-1, 3),
-        )
-
-
-class PolicySource(Protocol):
-    """Where rank 0 reads what is in force."""
-
-    @property
-    def policy(self) -> Policy: ...
-
-    @property
-    def speeds(self) -> SpeedSource:
-        """Where the speeds of ranks come from."""
-        ...
-
-    def switch_off_in_doubt(self) -> object:
-        """Have ``off`` in force until somebody sets a policy. Raises ControlError."""
+        return cls(tensors, np.array(chunks, dtype=np.int64).reshape(-1, 4))
 
 
 def marking_failure(call: Call) -> Call:
@@ -170,9 +147,9 @@ def marking_failure(call: Call) -> Call:
 
 
 class LayerBalancer(Protocol):
-    """What balances every layer, by three calls in the order in which they stand here.
+    """What balances every layer, by four calls in the order in which they stand here.
 
-    All ranks must call ``route`` in the same order. Micro-batches may overlap, each with its three
+    All ranks must call ``route`` in the same order. Micro-batches may overlap, each with its four
     calls.
     """
 
@@ -186,11 +163,14 @@ class LayerBalancer(Protocol):
         token count over all ranks. Raises PeerTimeoutError when a rank is gone.
         """
 
-    def receive(self, micro_batch: int = 0) -> ExpertClock:
+    def receive(self, micro_batch: int = 0) -> None:
         """Order what is computed, or launched, next behind the arrival of all copies of the layer.
 
-        An engine calls it between its dispatch and its experts. Returns the clock of these.
+        An engine calls it between its dispatch and its experts.
         """
+
+    def experts_done(self, micro_batch: int = 0) -> None:
+        """Take note that the experts are computed, or launched, which are timed until here."""
 
     def computed(self, micro_batch: int = 0) -> None:
         """Take note that the engine has computed, or launched, the layer, and combined it.
@@ -241,7 +221,7 @@ class Backend(Protocol):
 
     def make_balancer(
         self,
-        policies: PolicySource | None,
+        policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
         samples: Any = None,

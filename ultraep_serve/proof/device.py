@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.device.checksum import checksums
-from ultraep_kernels.device.count import count
-from ultraep_kernels.device.plan import DevicePlan, FollowUp, Sender, plan
+from ultraep_kernels.device.count import Count
+from ultraep_kernels.device.plan import DevicePlan, Given, Planner, Rows, Sender, plan_sizes
 from ultraep_kernels.device.relays import has_relays
 from ultraep_kernels.device.reroute import new_physical
 from ultraep_kernels.device.status import new_status
 
-from ultraep_serve.balance.backend import GroupSetup, PolicySource
+from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
 from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
@@ -41,6 +41,7 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.proof.checks import Found, LayerChecks
 from ultraep_serve.proof.samples import Sample, Sampled, Samples
 from ultraep_serve.proof.start import Stages
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import IntArray, Plan, VerificationCheck
 
@@ -58,25 +59,30 @@ def stages_of(backend: DeviceBackend) -> Stages:
     shape, relay, device = setup.shape, setup.relay, fabric.status.device
     may_relay = has_relays(relay, setup.location.domain_size)
 
+    count = Count(shape.num_logical_experts, device)
+    sizes = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
+
     def counted(ids: torch.Tensor) -> NDArray[np.int64]:
-        load = count(ids.to(device), shape.num_logical_experts).load
-        return load.cpu().numpy().astype(np.int64)
+        count.fit(ids.numel())
+        count(ids.to(device))
+        load: NDArray[np.int64] = count.load.cpu().numpy().astype(np.int64)
+        return load
 
     def route(
         loads: NDArray[np.int64], context: PlanContext, source: int, ids: torch.Tensor
     ) -> tuple[Plan, torch.Tensor]:
         on_device = ids.to(device)
-        physical = new_physical(on_device)
-        found = plan(
-            torch.from_numpy(loads).to(device, torch.int32),
-            shape.num_replica_slots,
-            source,
-            new_status(device),
-            domain_size=context.domain_size,
-            speeds=torch.from_numpy(context.speeds).to(device, torch.int32),
-            sender=Sender(fabric.rank, relay, fabric.epoch),
-            follow_up=FollowUp(on_device, count(on_device, shape.num_logical_experts), physical),
+        physical, status = new_physical(on_device), new_status(device)
+        speeds = torch.from_numpy(context.speeds).to(device, torch.int32)
+        rows = Rows.of(torch.from_numpy(loads).to(device, torch.int32))
+        plan = Planner(
+            plan_sizes(*sizes, context.domain_size),
+            Given(rows, status, speeds=speeds),
+            Sender(source, fabric.rank, relay, fabric.epoch),
         )
+        counted(on_device)
+        plan(on_device, physical, count)
+        found = plan.found
         on_host = [part.cpu().numpy() for part in (found.slot_expert, found.quota, found.share)]
         return Plan(*on_host), physical.cpu()
 
@@ -86,10 +92,10 @@ def stages_of(backend: DeviceBackend) -> Stages:
         fabric.exchange(nothing)  # nobody reads slots any more
         mode = "always" if by_relays and may_relay else "never"
         sends = fabric.sends(slots, shape.num_masters, mode)
-        sends.epoch.copy_(fabric.epoch[:1])
-        sent = fabric.tables(layers[layer]), slots, shape.num_masters, sends
-        fabric.stream(*sent)
-        fabric.receive(*sent)
+        stream = fabric.stream(slots, shape.num_masters, sends)
+        chunks = fabric.chunks(layers[layer])
+        stream.send(chunks)
+        stream.receive(chunks, fabric.patience_ns)
         fabric.require_peers()
 
     def of_experts(layer: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -102,7 +108,7 @@ def stages_of(backend: DeviceBackend) -> Stages:
 
 
 def samples_of(
-    backend: DeviceBackend, sampled: Sampled, recorder: Recorder, policies: PolicySource | None
+    backend: DeviceBackend, sampled: Sampled, recorder: Recorder, policies: ControlPage | None
 ) -> "DeviceSamples":
     """What the balancer of ``backend`` calls; ``policies`` is rank 0's, which switches off."""
     return DeviceSamples(backend.setup, backend.fabric, sampled, recorder, policies)
@@ -131,7 +137,7 @@ class DeviceSamples(Samples):
         fabric: DeviceFabric,
         sampled: Sampled,
         recorder: Recorder,
-        policies: PolicySource | None,
+        policies: ControlPage | None,
     ) -> None:
         super().__init__(setup, sampled, recorder)
         self._fabric, self._policies = fabric, policies

@@ -22,7 +22,7 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, PolicySource
+from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.backend import HostBackend
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.plan.context import PlanContext
@@ -30,6 +30,7 @@ from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.proof.checks import Found, LayerChecks
 from ultraep_serve.proof.samples import Sample, Sampled, Samples
 from ultraep_serve.proof.start import Stages
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, IntArray, Plan, VerificationCheck
 
@@ -69,7 +70,7 @@ def stages_of(backend: HostBackend) -> Stages:
 
 
 def samples_of(
-    backend: HostBackend, sampled: Sampled, recorder: Recorder, _policies: PolicySource | None
+    backend: HostBackend, sampled: Sampled, recorder: Recorder, _policies: ControlPage | None
 ) -> "HostSamples":
     """What the balancer of ``backend`` calls; the balancer itself switches off in doubt."""
     return HostSamples(backend.setup, backend.fabric, sampled, recorder)

@@ -11,22 +11,21 @@ from pathlib import Path
 from ultraep_serve.errors import MORE_SHARED_MEMORY, ControlError
 from ultraep_serve.system.files import SharedFile
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import Policy, SpeedSource
+from ultraep_serve.types import Policy
 
 __all__ = ["ControlPage"]
 
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 7
+_VERSION = 8
 _PAGE_BYTES = 4096
-_HEAD, _WORDS = struct.Struct("<8sQ"), struct.Struct("<5Q")  # magic and version; the words:
-_SEQUENCE, _POLICY, _SPEEDS, _DOUBT, _IDEAL = range(5)
+_HEAD, _WORDS = struct.Struct("<8sQ"), struct.Struct("<4Q")  # magic and version; the words:
+_SEQUENCE, _POLICY, _DOUBT, _IDEAL = range(4)
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
-_SOURCES: tuple[SpeedSource, ...] = tuple(SpeedSource)
 
 
 class ControlPage:
-    """One policy with a sequence number that grows with every change, one source of speeds, one
-    doubt, and whether the server was started for policy ideal.
+    """One policy with a sequence number that grows with every change, one doubt, and whether the
+    server was started for policy ideal.
 
     Each is an aligned 64-bit word, read and written in one piece; one writer at a time. What is
     read from a page that somebody has damaged is what it last held when it was whole.
@@ -35,7 +34,7 @@ class ControlPage:
     def __init__(self, file: SharedFile) -> None:
         """Use ``file``. Raises ControlError where it is not a page of this version."""
         self.file = file
-        self._words: Sequence[int] = (0, len(_POLICIES), 0, 0, 0)  # when it was last whole
+        self._words: Sequence[int] = (0, len(_POLICIES), 0, 0)  # when it was last whole
         if self._read_head() != (_MAGIC, _VERSION) or self._read()[_POLICY] >= len(_POLICIES):
             file.close()
             raise ControlError(f"{file.path} is not a control page of version {_VERSION}")
@@ -46,7 +45,7 @@ class ControlPage:
 
         Pipeline stages share a page. Raises ControlError.
         """
-        words = _WORDS.pack(0, policy.code, 0, 0, allow_ideal)
+        words = _WORDS.pack(0, policy.code, 0, allow_ideal)
         path = RunFiles(run_path).control
         try:
             first = _HEAD.pack(_MAGIC, _VERSION) + words
@@ -74,7 +73,7 @@ class ControlPage:
     def _read(self) -> Sequence[int]:
         with contextlib.suppress(OSError, struct.error):
             words = _WORDS.unpack(self.file.read(_WORDS.size, _HEAD.size))
-            if words[_POLICY] < len(_POLICIES) and words[_SPEEDS] < len(_SOURCES):
+            if words[_POLICY] < len(_POLICIES):
                 self._words = words
         return self._words
 
@@ -134,16 +133,6 @@ class ControlPage:
         sequence = (self.sequence + 1) % (1 << 64)
         self._set(_SEQUENCE, sequence)
         return sequence
-
-    @property
-    def speeds(self) -> SpeedSource:
-        """Where the speeds of ranks come from."""
-        source: SpeedSource = _SOURCES[self._read()[_SPEEDS]]
-        return source
-
-    def set_speeds(self, source: SpeedSource) -> None:
-        """Take the speeds of ranks from ``source``."""
-        self._set(_SPEEDS, source.code)
 
     def close(self) -> None:
         """Close the page; the file stays."""

@@ -1,8 +1,6 @@
 """The writing end: what one rank did, one record per MoE layer of a batch, and its state.
 
-Records are written without a lock that another process could hold. Where engines wait for the
-thread that has something to tell, ``record_later`` keeps it until the batch is answered: cold code
-takes some hundred microseconds for a record, in every layer.
+Records are written without a lock that another process could hold, those of a batch in one go.
 A ring whose file is deleted or truncated is written on: nobody sees it, and the log says so once.
 """
 
@@ -11,7 +9,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +37,6 @@ from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, Verificati
 __all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
 
 HEARTBEAT_SECONDS = 1.0
-_ANSWER_SECONDS = 5e-3  # that an engine is left alone after a batch's last layer
 _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
@@ -84,18 +80,13 @@ class Recorder:
         self._header = memoryview(bytearray(page))
         self._words = self._header.cast("Q")
         self._changing = self._header[: _AT.slot_bytes_reserved]  # with batches
-        self._num_layers = header.num_layers
-        self._batch = -1  # that records are being written for
-        self._is_counted = True
-        self._decision = Decision.PLANNED  # what it is counted as
-        self._shape = header.shape
+        self._shape, self._num_layers = header.shape, header.num_layers
         self.lost = 0  # records that could not be written
+        self.progress = 0  # another number after every batch, or layer, that ran
         self._watched = [self._file]
         self._at_heartbeat: list[Callable[[], None]] = [self._look_at_files]
         self._lock = threading.Lock()
-        self._kept: deque[tuple[int, Callable[[], LayerRecord]]] = deque()  # with the time
-        self._writes_kept = threading.Lock()
-        self._stopping, self._batch_ended = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="ultraep-heartbeat", daemon=True)
         self._heart.start()
 
@@ -133,17 +124,12 @@ class Recorder:
         number = pipeline.number * shape.num_ranks + location.rank
         return cls(RunFiles(run_path).ring(number), page)
 
-    def record(self, record: LayerRecord, time_ns: int | None = None) -> None:
-        """Write one layer of one batch, which ended at ``time_ns``, or now."""
-        with self._counting():
-            self._write(stored_record(record, self._shape), time_ns)
+    def record_batch(self, layers: LayerRecord, number: int, time_ns: int | None = None) -> None:
+        """Write a batch of so many ``layers``, which ended at ``time_ns``, or now."""
+        with self._counting(number):
+            self._write(stored_record(layers, self._shape, number), time_ns)
 
-    def record_batch(self, stored: RecordArray) -> None:
-        """Write layers of one batch that end now, as ``stored_record`` has each; all in one go."""
-        with self._counting(len(stored)):
-            self._write(stored)
-
-    def _write(self, stored: RecordArray, time_ns: int | None = None) -> None:
+    def _write(self, stored: RecordArray, time_ns: int | None) -> None:
         first, size = self._words[_WORD.written], self._record_bytes
         stored["time_ns"] = time.time_ns() if time_ns is None else time_ns
         stored["seq"] = np.arange(first + 1, first + 1 + len(stored))
@@ -155,32 +141,11 @@ class Recorder:
             place = 0
         self._count(stored)
 
-    def record_later(self, make: Callable[[], LayerRecord], *, ends_batch: bool) -> None:
-        """Write what ``make`` gives, for a layer that has ended now, when nobody waits for it.
-
-        That is some milliseconds after the layer that ``ends_batch``, at the next heartbeat, or by
-        ``write_kept``. Another thread may call ``make``, one at a time and in order.
-        """
-        self._kept.append((time.time_ns(), make))
-        if ends_batch:
-            self._batch_ended.set()
-
-    def write_kept(self) -> None:
-        """Write now what ``record_later`` has been given; what comes meanwhile is for the next."""
-        with self._writes_kept:
-            for _ in range(len(self._kept)):
-                time_ns, make = self._kept.popleft()
-                self.record(make(), time_ns)
-
     def count_batch(self, decision: Decision) -> None:
         """Count a batch that was skipped as a whole, without records."""
         with self._counting():
-            decision = Decision(decision)
-            self._finish_batch()
-            words = self._words
-            words[_WORD.batches] += 1
-            words[_WORD.last_batch_ns] = time.monotonic_ns()
-            words[_WORD.skipped_batches + decision] += 1
+            words, decision = self._words, Decision(decision)
+            self._count_one(_WORD.skipped_batches + decision)
             words[_WORD.layers + decision] += self._num_layers
             if decision is Decision.POLICY_OFF:
                 words[_WORD.policy] = Policy.OFF.code
@@ -199,11 +164,6 @@ class Recorder:
         with self._publishing(), contextlib.suppress(*_REASONS_TO_LOSE):
             self._words[_WORD.verification_failures + VerificationCheck(check)] += 1
 
-    def count_lost(self) -> None:
-        """Count a record that the caller had no room for."""
-        with self._lock:
-            self._lose(BufferError("no room to keep it until the device had finished"))
-
     def set_state(self, state: RingState) -> None:
         """Publish the state of this rank; nothing happens after ``close``."""
         with self._publishing():
@@ -214,11 +174,6 @@ class Recorder:
         """Publish the policy in force until a batch does."""
         with self._publishing():
             self._words[_WORD.policy] = policy.code
-
-    @property
-    def progress(self) -> int:
-        """Another number after every batch, and after every layer that has a record."""
-        return int(self._words[_WORD.batches] + self._words[_WORD.written]) + len(self._kept)
 
     def fail(self, reason: str) -> None:
         """Publish that this rank has failed, and why, where ``set_unheard`` says nothing later."""
@@ -255,11 +210,8 @@ class Recorder:
     def close(self) -> None:
         """Mark the ring stopped (a failed one stays failed) and close it; the file stays."""
         self._stopping.set()
-        self._batch_ended.set()
         self._heart.join()
-        self.write_kept()
         with self._publishing():
-            self._finish_batch()
             if not self._has_failed:
                 self._words[_WORD.state] = RingState.STOPPED
         self._file.close()
@@ -303,10 +255,9 @@ class Recorder:
         self._words[_WORD.lost] += records
 
     def _count(self, stored: RecordArray) -> None:
-        """Count what was written, layers of one batch.
+        """Count what was written, the layers of one batch.
 
-        A batch counts as planned if any layer was, else by its first layer's decision: at its first
-        planned layer, at its last layer, or when the next batch begins.
+        The batch counts as planned if any layer was, else by its first layer's decision.
         """
         words, decisions = self._words, stored["decision"]
         numbers = np.bincount(decisions, minlength=len(Decision)).tolist()
@@ -319,41 +270,23 @@ class Recorder:
         for place, time_ns in enumerate(stored["stage_ns"].sum(axis=0).tolist(), _WORD.stage_ns):
             words[place] += time_ns
         words[_WORD.policy] = int(stored["policy"][-1])
-        batch = int(stored["batch"][0])
-        if batch != self._batch:
-            self._finish_batch()
-            self._batch, self._decision, self._is_counted = batch, Decision(decisions[0]), False
-        if not self._is_counted and layers[Decision.PLANNED]:
-            self._decision = Decision.PLANNED
-            self._finish_batch()
-        elif stored["layer"].max() >= self._num_layers - 1:
-            self._finish_batch()
+        decision = Decision.PLANNED if layers[Decision.PLANNED] else Decision(decisions[0])
+        self._count_one(_WORD.recorded_batches + decision)
 
-    def _finish_batch(self) -> None:
-        """Count the batch that records were last written for, unless it has been counted."""
-        if self._is_counted:
-            return
+    def _count_one(self, word: int) -> None:
+        """Count a batch, in ``word`` too."""
         self._words[_WORD.batches] += 1
         self._words[_WORD.last_batch_ns] = time.monotonic_ns()
-        self._words[_WORD.recorded_batches + self._decision] += 1
-        self._is_counted = True
+        self._words[word] += 1
+        self.progress += 1
 
     def _beat(self) -> None:
         # Without the lock, so that a batch never waits for this thread; close() joins it first.
         logged: set[Callable[[], None]] = set()
-        due = time.monotonic() + HEARTBEAT_SECONDS
-        while True:
-            has_ended = self._batch_ended.wait(max(0.0, due - time.monotonic()))
-            if self._stopping.wait(_ANSWER_SECONDS if has_ended else 0):
-                return
-            self._batch_ended.clear()
-            functions = [self.write_kept]
-            if time.monotonic() >= due:  # also where batches end all the time
-                due = time.monotonic() + HEARTBEAT_SECONDS
-                self._words[_WORD.heartbeat_ns] = time.monotonic_ns()
-                self._publish()
-                functions += self._at_heartbeat
-            for function in functions:
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            self._words[_WORD.heartbeat_ns] = time.monotonic_ns()
+            self._publish()
+            for function in self._at_heartbeat:
                 try:
                     function()
                 except Exception:  # a heart that stops would make others give this rank up

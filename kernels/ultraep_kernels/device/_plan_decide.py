@@ -133,7 +133,7 @@ def survey(
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
     rank_load = _rank_loads(found.expert_load, SIZES)
-    speeds = speeds_of(given.speeds, NUM_RANKS, SIZES.block_all_ranks)
+    speeds = speeds_of(given, SIZES.measures_speeds, NUM_RANKS, SIZES.block_all_ranks)
     tl.store(attempts.ranks + ranks * 2, rank_load, mask=exists)
     tl.store(attempts.ranks + ranks * 2 + 1, speeds, mask=exists)
     times = time_of(rank_load, speeds)

@@ -28,13 +28,12 @@ def finish(
     outcome_ptr,
     SIZES: tl.constexpr,
     RELAYS: tl.constexpr,
-    LEAVES_EARLY: tl.constexpr,
 ):
     """A program writes slots, or what there is of its experts."""
     if program == 0:
         _finish_slots(decision, given, attempts, found, sender, outcome_ptr, SIZES, RELAYS)
     else:
-        if (decision == PLANNED) | (LEAVES_EARLY == 0):
+        if (decision == PLANNED) | SIZES.writes_identity:
             NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
             for expert in range(program - 1, NUM_EXPERTS, SIZES.num_finished - 1):
                 _finish_expert(expert, decision, given, attempts, found, sender.source, SIZES)
@@ -71,7 +70,8 @@ def _finish_slots(
     tl.store(found.slot_expert + places, held, mask=exists)
     if outcome_ptr is not None:
         own = given.loads.table + sender.source.to(tl.int64) * given.loads.stride
-        store_outcome(decision, given, own, found, held, amount, outcome_ptr, SIZES, RELAYS.block)
+        known = given, attempts, found
+        store_outcome(decision, known, own, held, amount, outcome_ptr, SIZES, RELAYS.block)
     sent = 0
     HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if sender.epoch is not None else False
     if HAS_SENDS:

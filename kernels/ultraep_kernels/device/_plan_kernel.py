@@ -1,9 +1,9 @@
-"""The planner's launch: search, write the plan out, and where it is to, follow it at once.
+"""The planner's launch: search, write the plan out, and follow it at once.
 
 Its programs are in this order: those of the search (``_plan_search``), those that write the plan
-(``_plan_finish``), and, where it is to be followed, those that look up ids (``reroute``) and send
-experts (``stream``). Each waits for programs before it only. In a layer that is left alone none has
-anything to wait for once the loads have been surveyed.
+(``_plan_finish``), those that look up ids (``reroute``), and, where it is to, those that send and
+await experts (``stream``). Each waits for programs before it only. In a layer that is left alone
+none has anything to wait for once the loads have been surveyed.
 """
 
 from typing import Any, NamedTuple
@@ -18,21 +18,11 @@ from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.reroute import assign_block
 from ultraep_kernels.device.stream import Transfers, follow_program
 
-__all__ = ["COUNTERS", "Given", "plan_kernel"]
+__all__ = ["COUNTERS", "plan_kernel"]
 
 COUNTERS = 8  # int32: turns, then arrivals; 1 to 5 are the search's
 _COUNTERS = tl.constexpr(COUNTERS)
 _WRITTEN, _DONE = tl.constexpr(6), tl.constexpr(7)
-
-
-class Given(NamedTuple):
-    """What a plan is made from; tensors on the device."""
-
-    loads: Any  # Rows: (R, E) int32
-    rows: Any  # Rows: (R, .) int32 as exchanged; or None
-    speeds: Any  # (R,) int32; None where all are equal
-    gate: Any  # GateValues, or None
-    status: Any  # (1,) int32
 
 
 class _Sender(NamedTuple):
@@ -45,60 +35,47 @@ class _Sender(NamedTuple):
 
 
 @triton.jit(
-    do_not_specialize=["begins", "source", "rank", "min_saved", "num_ids", "patience_ns"],
-    # a line of a page; an engine's; those of any batch
-    do_not_specialize_on_alignment=["outcome_ptr", "ids_ptr", "before_ptr", "out_ptr"],
+    do_not_specialize=["num_ids", "patience_ns", "source", "rank", "min_saved"],
+    # those of any batch; a line of a page
+    do_not_specialize_on_alignment=["ids_ptr", "before_ptr", "out_ptr", "outcome_ptr"],
 )
 def plan_kernel(
+    ids_ptr,  # (N,) int32 or int64
+    before_ptr,  # (B, E + 1) int32
+    out_ptr,  # (N,) of the type of the ids, out
+    num_ids,
+    outcome_ptr,  # (outcome_width,) int32, out; or None
+    chunks_ptr,  # of the layer, where experts are sent and awaited as well; or None
+    patience_ns: tl.int64,  # of these waits
     given,  # Given
     attempts,  # Attempts, out
-    found,  # DevicePlan, out; its decision, in: of the layer before
-    outcome_ptr,  # (outcome_width,) int32, out; or None
-    begins,  # whether the layer is its batch's first; without rows always
+    found,  # DevicePlan, out
+    reach,  # Reach, or None
     source,
     rank,  # that sends
     min_saved,  # experts on the busiest link, from which on relays are used
     epoch_ptr,  # (1,) int64 to go with its sends; None where none are planned
     SIZES: tl.constexpr,  # PlanSizes
     RELAYS: tl.constexpr,  # RelayRule
-    LEAVES_EARLY: tl.constexpr,  # nobody reads quotas, shares and places of the identity
-    ids_ptr=None,  # (N,) int32 or int64; this and the next three where ids are looked up
-    before_ptr=None,  # (B, E + 1) int32
-    num_ids=None,
-    out_ptr=None,  # (N,) of the type of the ids, out
-    tables=None,  # StreamTables; this and the next two where experts are sent as well
-    reported_ptr=None,  # (1,) int32 of the host
-    patience_ns: tl.int64 = 0,
-    ASSIGNS: tl.constexpr = None,  # AssignSizes
-    STREAMS: tl.constexpr = None,  # StreamSizes
+    ASSIGNS: tl.constexpr,  # AssignSizes
+    STREAMS: tl.constexpr,  # StreamSizes, or None
 ):
     turns_ptr = attempts.turns
     turn = take_turn(turns_ptr)
     num_attempts: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     num_searched: tl.constexpr = SIZES.num_sums + SIZES.num_domains * num_attempts
     if turn < num_searched:
-        search(turn, given, begins, attempts, found, SIZES)
+        search(turn, given, attempts, found, SIZES)
     else:
         decision = await_decision(found.decision, turns_ptr, SIZES.search.limit > 0)
         is_planned = decision == PLANNED
         program = turn - num_searched
         sender = _Sender(source, rank, min_saved, epoch_ptr)
         if program < SIZES.num_finished:
-            finish(
-                program,
-                decision,
-                given,
-                attempts,
-                found,
-                sender,
-                outcome_ptr,
-                SIZES,
-                RELAYS,
-                LEAVES_EARLY,
-            )
+            finish(program, decision, given, attempts, found, sender, outcome_ptr, SIZES, RELAYS)
             if is_planned:
                 arrive(turns_ptr + _WRITTEN)
-        elif ASSIGNS is not None:
+        else:
             if is_planned:
                 await_arrivals(turns_ptr + _WRITTEN, SIZES.num_finished)
             program -= SIZES.num_finished
@@ -106,10 +83,10 @@ def plan_kernel(
             if program < num_blocks:
                 ids = ids_ptr, before_ptr, num_ids, out_ptr
                 assign_block(program, is_planned, ids, found.places, given.status, ASSIGNS)
-            elif STREAMS is not None:
-                waits = given.status, reported_ptr, patience_ns
+            elif chunks_ptr is not None:
+                epoch = tl.load(epoch_ptr)
                 transfers = Transfers(
-                    found.sends, found.slot_expert, tables, rank, tl.load(epoch_ptr), *waits
+                    found.sends, found.slot_expert, reach, rank, chunks_ptr, epoch, patience_ns
                 )
                 follow_program(program - num_blocks, is_planned, transfers, STREAMS)
     if arrive(turns_ptr + _DONE) == tl.num_programs(0) - 1:

@@ -11,7 +11,7 @@ the goal), the replicas sent by one rank, the replicas.
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._decisions import PLANNED, is_off
+from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
 from ultraep_kernels.device._plan_decide import NO_KEY, is_reached, survey, take_winners
 from ultraep_kernels.device._plan_times import FULL, busiest
@@ -111,7 +111,6 @@ def _attempt(
 def search(
     turn,  # of this program, below ``num_sums`` and the number of attempts of all domains
     given,
-    begins,  # whether the layer is its batch's first
     attempts,
     found,
     SIZES: tl.constexpr,
@@ -119,12 +118,9 @@ def search(
     """A program adds up loads, or makes an attempt; and what comes next, where it is the last."""
     turns_ptr = attempts.turns
     if turn < SIZES.num_sums:
-        rests = is_off(found.decision, begins)
-        if rests == 0:
-            _add_up(given.loads, found.expert_load, turn, SIZES)
+        _add_up(given.loads, found.expert_load, turn, SIZES)
         if arrive(turns_ptr + _SUMMED) == SIZES.num_sums - 1:
-            if rests == 0:
-                survey(given, attempts, found, SIZES)
+            survey(given, attempts, found, SIZES)
             arrive(turns_ptr + _SURVEYED)
     elif SIZES.search.limit > 0:
         FIRST: tl.constexpr = SIZES.search.first

@@ -1,33 +1,46 @@
 """Speeds and times of ranks for the planner's kernels, in the host's integers.
 
-Twins: ``least_time``, ``_capacities`` and ``busiest_time`` in ``host._plan_search``. Divisions are
-of 32 bits, which take a fifth of the instructions of those of 64.
+Twins: ``least_time``, ``_capacities`` and ``busiest_time`` in ``host._plan_search``,
+``host.speeds``. Divisions in the search are of 32 bits, which take a fifth of the instructions of
+those of 64.
 """
 
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.contract import EQUAL_PARTS, FULL_SPEED, LEAST_PARTS, SPEED_PARTS, TIME
 
 __all__ = ["FULL", "LONGEST", "busiest", "capacities", "least_time", "speeds_of", "time_of"]
 
 LONGEST = tl.constexpr(1 << 28)  # times that an attempt computes with, and together all loads
 FULL = tl.constexpr(FULL_SPEED)
+_PARTS, _LEAST = tl.constexpr(SPEED_PARTS), tl.constexpr(LEAST_PARTS)
+_EQUAL, _TIME = tl.constexpr(EQUAL_PARTS), tl.constexpr(TIME)
+_NEVER = tl.constexpr((1 << 31) - 1)  # longer than any rank takes
 
 
 @triton.jit
 def speeds_of(
-    speeds_ptr,  # (R,) integers; None where all are equal
-    num_ranks: tl.constexpr,
+    given,  # Given: a row (R,) of speeds, or those that ranks measure; None: all are equal
+    MEASURES: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
     """(BLOCK_RANKS,) int32: speeds of all ranks, the fastest at FULL_SPEED."""
+    ranks = tl.arange(0, BLOCK_RANKS)
     speeds = tl.full((BLOCK_RANKS,), FULL, tl.int32)
-    if speeds_ptr is not None:
-        ranks = tl.arange(0, BLOCK_RANKS)
-        given = tl.load(speeds_ptr + ranks, mask=ranks < num_ranks, other=1).to(tl.uint32)
-        fastest = tl.maximum(tl.max(given, axis=0), 1)
-        speeds = tl.maximum((given * FULL + fastest // 2) // fastest, 1).to(tl.int32)
+    if given.speeds is not None:
+        configured = tl.load(given.speeds + ranks, mask=ranks < NUM_RANKS, other=1).to(tl.uint32)
+        fastest = tl.maximum(tl.max(configured, axis=0), 1)
+        speeds = tl.maximum((configured * FULL + fastest // 2) // fastest, 1).to(tl.int32)
+    elif MEASURES:
+        row_ptr = given.rows.table + ranks * given.rows.stride
+        took = tl.load(row_ptr + _TIME, mask=ranks < NUM_RANKS, other=_NEVER).to(tl.int64)
+        fastest = tl.min(took, axis=0)
+        took = tl.maximum(took, 1)
+        parts = tl.maximum((2 * _PARTS * fastest + took) // (2 * took), _LEAST)
+        parts = tl.where((parts >= _EQUAL) | (fastest <= 0), _PARTS, parts)
+        speeds = (parts * (FULL // _PARTS)).to(tl.int32)
     return speeds
 
 

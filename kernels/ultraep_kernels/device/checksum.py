@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device.launch import launch
 from ultraep_kernels.experts import TENSOR_FACTOR, expert_words
 
 __all__ = ["checksums"]
@@ -49,6 +48,6 @@ def checksums(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Te
         sums = torch.zeros_like(total)
         grid = (wanted.numel() * -(-words.shape[1] // _BLOCK),)
         sizes = words.shape[1], words.stride(0)
-        launch(_checksums_kernel, grid, words, wanted, sums, *sizes, BLOCK=_BLOCK)
+        _checksums_kernel[grid](words, wanted, sums, *sizes, BLOCK=_BLOCK)
         total = total * TENSOR_FACTOR + sums
     return total

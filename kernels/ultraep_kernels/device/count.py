@@ -6,14 +6,13 @@ block. Where the layer's row is wanted, the last program to arrive writes it; wh
 exchanged, further programs of the launch do that (``exchange``).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ultraep_kernels.contract import HEADER_WIDTH
-from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.exchange import (
     Inboxes,
@@ -22,43 +21,21 @@ from ultraep_kernels.device.exchange import (
     fill_row,
     row_sizes,
 )
-from ultraep_kernels.device.launch import launch
+from ultraep_kernels.device.launch import Launch
 
-__all__ = [
-    "BLOCK_IDS",
-    "CountBuffers",
-    "Counted",
-    "blocks_of",
-    "count",
-    "ids_of",
-    "new_count_buffers",
-]
+__all__ = ["BLOCK_IDS", "Count", "RowWanted", "blocks_of"]
 
 BLOCK_IDS = 128  # ids per program; reroute compares them pairwise
 _BLOCK_COLUMNS = 8  # experts per program of the running sum
 _BLOCK_ROWS = 128  # blocks per step of the running sum
 
 
-class Counted(NamedTuple):
-    """Loads and what ``reroute`` needs of the count."""
+class RowWanted(NamedTuple):
+    """What a layer's row is made with, and exchanged through."""
 
-    load: torch.Tensor  # (E,) int32: assignments per logical expert
-    unknown: torch.Tensor  # (1,) int32: ids that were neither an expert nor padding
-    before: torch.Tensor  # (>= B, E + 1) int32: assignments of each expert in earlier blocks of ids
-    row: torch.Tensor  # (W,) int32: of the exchange, where it was wanted
-
-
-class CountBuffers(NamedTuple):
-    """What a count writes to, for at most so many ids."""
-
-    counted: Counted
-    total: torch.Tensor  # (E + 1,) int32: load, then unknown
-    turns: torch.Tensor  # (4,) int32, zero between launches
-
-    def holding(self, num_ids: int) -> "CountBuffers":
-        """The same for at most ``num_ids`` ids."""
-        before = self.counted.before.new_empty((blocks_of(num_ids), self.total.numel()))
-        return self._replace(counted=self.counted._replace(before=before))
+    choice: torch.Tensor | None  # (2,) int32, ``contract.Choice`` of this rank
+    inboxes: Inboxes | None = None  # None: the row is not exchanged
+    rows: torch.Tensor | None = None  # (R, W) int32, out: all ranks'
 
 
 class _Sizes(NamedTuple):
@@ -112,26 +89,20 @@ def _add_up_columns(
 
 
 @triton.jit(
-    do_not_specialize=["patience_ns", "begins", "num_ids"],
+    do_not_specialize=["num_ids", "patience_ns"],
     do_not_specialize_on_alignment=["ids_ptr", "before_ptr"],  # an engine's; of any batch
 )
 def _count_kernel(
-    total_ptr,  # (E + 1,) int32, out
-    row_ptr,  # (W,) int32, out; not written without ``choice_ptr``
-    turns_ptr,  # (4,) int32: turns; arrivals: blocks, columns, the row
-    choice_ptr,  # (3,) int32: policy, speeds, time; or None
-    decision_ptr,  # (1,) int32: of the layer before; or None
-    inboxes,  # Inboxes, or None: without an exchange
-    rows_ptr,  # (R, W) int32, out; None without an exchange
-    patience_ns: tl.int64,
-    begins,  # whether the layer is its batch's first
     ids_ptr,  # (N,) int32 or int64
     before_ptr,  # (B, E + 1) int32; the last column counts unknown ids
     num_ids,
+    patience_ns: tl.int64,
+    total_ptr,  # (E + 1,) int32, out
+    row_ptr,  # (W,) int32, out; not written without a choice
+    turns_ptr,  # (4,) int32: turns; arrivals: blocks, columns, the row
+    wanted,  # RowWanted
     SIZES: tl.constexpr,
 ):
-    if is_off(decision_ptr, begins):
-        return
     turn = take_turn(turns_ptr)
     num_blocks = tl.maximum((num_ids + SIZES.block - 1) // SIZES.block, 1)
     is_last = turn < 0  # of the launch
@@ -142,128 +113,103 @@ def _count_kernel(
         await_arrivals(turns_ptr + 1, num_blocks)
         _add_up_columns(before_ptr, total_ptr, turn - num_blocks, num_blocks, SIZES)
         if arrive(turns_ptr + 2) == SIZES.num_sums - 1:
-            if choice_ptr is not None:
+            if wanted.choice is not None:
                 fill_row(
                     total_ptr,
-                    choice_ptr,
+                    wanted.choice,
                     row_ptr,
                     SIZES.num_experts,
                     SIZES.has_load,
                     SIZES.block_experts,
                 )
-            if inboxes is not None:
+            if wanted.inboxes is not None:
                 arrive(turns_ptr + 3)
             else:
                 is_last = turn >= 0
-    elif inboxes is not None:
+    elif wanted.inboxes is not None:
         program = turn - num_blocks - SIZES.num_sums
         if program < SIZES.rows.num_ranks:
             await_arrivals(turns_ptr + 3, 1)
-        is_last = exchange_program(program, row_ptr, inboxes, rows_ptr, patience_ns, SIZES.rows)
+        exchanged = row_ptr, wanted.inboxes, wanted.rows, patience_ns
+        is_last = exchange_program(program, exchanged, SIZES.rows)
     if is_last:
         tl.store(turns_ptr + tl.arange(0, 4), tl.full((4,), 0, tl.int32))
+
+
+class Count:
+    """Counts ids, layer after layer; twin ``host.count.count``.
+
+    Attributes, tensors on the device:
+        load: (E,) int32, assignments per logical expert.
+        unknown: (1,) int32, ids that were neither an expert nor padding.
+        before: (B or more, E + 1) int32, assignments of each expert in earlier blocks of ids.
+        row: (W,) int32, of the exchange, where it is wanted. If a wait was given up before, it is
+            not pushed; all ranks' rows are garbage where they did not arrive.
+    """
+
+    def __init__(
+        self,
+        num_logical_experts: int,
+        device: torch.device | str,
+        wanted: RowWanted | None = None,
+        total: torch.Tensor | None = None,
+        *,
+        has_load: bool = True,
+    ) -> None:
+        """For E experts; ``total`` (E + 1,) int32 where load and unknown are to lie.
+
+        ``has_load``: whether the load follows the header of a row; else it has its checksum.
+        """
+        if total is None:
+            total = torch.empty(num_logical_experts + 1, dtype=torch.int32, device=device)
+        self.load, self.unknown = total[:num_logical_experts], total[num_logical_experts:]
+        width = HEADER_WIDTH + (num_logical_experts if has_load else 0)
+        self.row = torch.empty(width, dtype=torch.int32, device=device)
+        self._befores: dict[int, torch.Tensor] = {}  # by number of blocks; graphs keep them
+        self.fit(0)
+        wanted = wanted or RowWanted(None)
+        inboxes, num_sums = wanted.inboxes, -(-(num_logical_experts + 1) // _BLOCK_COLUMNS)
+        num_ranks = 0 if inboxes is None else inboxes.addresses.numel()
+        self._others = num_sums + 2 * num_ranks  # programs beside those of blocks
+        power = 1 << (num_logical_experts - 1).bit_length()  # triton's own functions are slow
+        sizes = _Sizes(
+            num_experts=num_logical_experts,
+            num_bins=power,
+            num_sums=num_sums,
+            block_experts=max(32, power),
+            has_load=has_load,
+            rows=row_sizes(num_ranks, width),
+        )
+        given = {
+            "total_ptr": total,
+            "row_ptr": self.row,
+            "turns_ptr": torch.zeros(4, dtype=torch.int32, device=device),
+            "wanted": wanted,
+            "SIZES": sizes,
+        }
+        changing = "ids_ptr", "before_ptr", "num_ids", "patience_ns"
+        self._launch = Launch(_count_kernel, changing, given, num_warps=4)
+
+    def fit(self, num_ids: int) -> None:
+        """Make room for so many ids in the layers that follow."""
+        self.num_ids, self.blocks = num_ids, blocks_of(num_ids)
+        size = 1 << (self.blocks - 1).bit_length()
+        if size not in self._befores:
+            self._befores[size] = self.row.new_empty((size, self.load.numel() + 1))
+        self.before = self._befores[size]
+
+    def __call__(self, topk_ids: torch.Tensor, patience_ns: int = 0) -> None:
+        """Count ``topk_ids`` (T, K) int32 or int64, contiguous, as many as was said last.
+
+        -1 is padding and never counts, T may be 0. A wait for a rank's row is given up after
+        ``patience_ns``. Raises ValueError for ids of another type.
+        """
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
+        programs = self.blocks + self._others
+        self._launch(programs, topk_ids, self.before, self.num_ids, patience_ns)
 
 
 def blocks_of(num_ids: int) -> int:
     """Programs that count so many ids, or look them up."""
     return max(1, -(-num_ids // BLOCK_IDS))
-
-
-def ids_of(topk_ids: torch.Tensor, counted: Counted) -> dict[str, Any]:
-    """What kernels are given of ids (T, K) that are counted: what is not the same in every batch.
-
-    By themselves, not in a tuple: Triton makes a kernel anew for a number that is 1 or a multiple
-    of 16, as for an address, wherever it stands in a tuple, and ids come in any number.
-    """
-    ids = topk_ids.contiguous()
-    return {"ids_ptr": ids, "before_ptr": counted.before, "num_ids": ids.numel()}
-
-
-def new_count_buffers(
-    num_ids: int,
-    num_logical_experts: int,
-    device: torch.device | str,
-    total: torch.Tensor | None = None,
-    *,
-    has_load: bool = True,
-) -> CountBuffers:
-    """For counts of at most ``num_ids`` ids; ``total`` (E + 1,) int32 where it is to lie.
-
-    ``has_load``: whether the load follows the header of a row; else it has its checksum.
-    """
-    if total is None:
-        total = torch.empty(num_logical_experts + 1, dtype=torch.int32, device=device)
-    width = HEADER_WIDTH + (num_logical_experts if has_load else 0)
-    counted = Counted(
-        load=total[:num_logical_experts],
-        unknown=total[num_logical_experts:],
-        before=torch.empty((0, total.numel()), dtype=torch.int32, device=device),
-        row=torch.empty(width, dtype=torch.int32, device=device),
-    )
-    turns = torch.zeros(4, dtype=torch.int32, device=device)
-    return CountBuffers(counted, total, turns).holding(num_ids)
-
-
-def count(
-    topk_ids: torch.Tensor,
-    num_logical_experts: int,
-    *,
-    choice: torch.Tensor | None = None,
-    has_load: bool = True,
-    buffers: CountBuffers | None = None,
-    decision: torch.Tensor | None = None,
-    begins: bool = True,
-    inboxes: Inboxes | None = None,
-    rows: torch.Tensor | None = None,
-    patience_ns: int = 0,
-) -> Counted:
-    """Load per logical expert; twin ``host.count.count``.
-
-    Args:
-        topk_ids: (T, K) int32 or int64 on the device, -1 is padding and never counts. T may be 0.
-        num_logical_experts: E.
-        choice: (3,) int32, ``contract.Choice`` of this rank; None where no row is wanted.
-        has_load: as for ``new_count_buffers``, without buffers.
-        buffers: to write to, for so many ids or more.
-        decision: (1,) int32 of the layer before: where it says that the batch's policy is off,
-            nothing is done, but in the layer with which the batch ``begins``.
-        begins: whether this is that layer; the same on every rank.
-        inboxes: through which the row is exchanged; None where it is not. Rows that did not arrive
-            are garbage, and if a wait was given up before, the row is not pushed.
-        rows: (R, W) int32, with ``inboxes``: where all ranks' rows are written to.
-        patience_ns: nanoseconds after which a wait for a row is given up.
-    """
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
-    own = buffers or new_count_buffers(
-        topk_ids.numel(), num_logical_experts, topk_ids.device, has_load=has_load
-    )
-    power = 1 << (num_logical_experts - 1).bit_length()  # triton's own functions are slow
-    width, num_ranks = own.counted.row.numel(), 0 if inboxes is None else inboxes.addresses.numel()
-    assert inboxes is None or (choice is not None and rows is not None), "nothing to exchange"
-    num_sums = -(-(num_logical_experts + 1) // _BLOCK_COLUMNS)
-    sizes = _Sizes(
-        num_experts=num_logical_experts,
-        num_bins=power,
-        num_sums=num_sums,
-        block_experts=max(32, power),
-        has_load=width > HEADER_WIDTH,
-        rows=row_sizes(num_ranks, width),
-    )
-    launch(
-        _count_kernel,
-        (blocks_of(topk_ids.numel()) + num_sums + 2 * num_ranks,),
-        own.total,
-        own.counted.row,
-        own.turns,
-        choice,
-        decision,
-        inboxes,
-        rows,
-        patience_ns,
-        int(begins),
-        **ids_of(topk_ids, own.counted),
-        SIZES=sizes,
-        num_warps=4,
-    )
-    return own.counted

@@ -1,8 +1,7 @@
 """exchange: every rank's row of int32 -> all rows (R, W) on every rank, through peer memory.
 
 ``count`` packs a rank's load into a row (``fill_row``): a header of ``HEADER_WIDTH`` words and,
-where ranks have tokens of their own, the load. Rank 0's policy and speeds count, of the
-others everybody's.
+where ranks have tokens of their own, the load. Rank 0's policy counts, of the others everybody's.
 
 It is the end of the launch that counts, or a launch of its own. R programs push this rank's row
 into one peer's inbox each and raise a flag there; R more wait for one peer's row each and copy it
@@ -29,13 +28,11 @@ from ultraep_kernels.contract import (
     FLAG_BYTES,
     HEADER_WIDTH,
     POLICY,
-    SPEEDS,
     TIME,
     UNKNOWN,
 )
 from ultraep_kernels.device._signals import peek, post, wait
 from ultraep_kernels.device._turns import arrive, take_turn
-from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
 __all__ = [
@@ -53,7 +50,7 @@ _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
 _HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
 _POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
 _CHECKSUM = tl.constexpr(CHECKSUM)
-_SPEEDS, _TIME = tl.constexpr(SPEEDS), tl.constexpr(TIME)
+_TIME = tl.constexpr(TIME)
 
 
 class Inboxes(NamedTuple):
@@ -84,13 +81,11 @@ def _row_address(inboxes, owner, sender, epoch, SIZES: tl.constexpr):
 @triton.jit
 def exchange_program(
     program,  # of 2 * R; those that push come first
-    row_ptr,  # (W,) int32
-    inboxes,
-    out_ptr,  # (R, W) int32
-    patience_ns,
+    given,  # (W,) int32; Inboxes; (R, W) int32, out; nanoseconds of a wait
     SIZES: tl.constexpr,
 ):
     """One program's part; whether it is the last to finish, when the epoch has been counted."""
+    row_ptr, inboxes, out_ptr, patience_ns = given
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     rank, status_ptr = inboxes.rank, inboxes.status
     epoch = tl.load(inboxes.epoch) + 1
@@ -121,7 +116,7 @@ def exchange_program(
 @triton.jit(do_not_specialize=["patience_ns"])
 def _exchange_kernel(row_ptr, inboxes, out_ptr, patience_ns: tl.int64, SIZES: tl.constexpr):
     program = take_turn(inboxes.epoch + 2) % (2 * SIZES.num_ranks)
-    exchange_program(program.to(tl.int32), row_ptr, inboxes, out_ptr, patience_ns, SIZES)
+    exchange_program(program.to(tl.int32), (row_ptr, inboxes, out_ptr, patience_ns), SIZES)
 
 
 def inbox_bytes(num_ranks: int, width: int) -> int:
@@ -146,8 +141,7 @@ def exchange(row: torch.Tensor, inboxes: Inboxes, patience_ns: int) -> torch.Ten
     num_ranks, width = inboxes.addresses.numel(), row.numel()
     out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
     sizes = row_sizes(num_ranks, width)
-    grid = (2 * num_ranks,)
-    launch(_exchange_kernel, grid, row, inboxes, out, patience_ns, SIZES=sizes, num_warps=4)
+    _exchange_kernel[(2 * num_ranks,)](row, inboxes, out, patience_ns, SIZES=sizes, num_warps=4)
     return out
 
 
@@ -159,7 +153,7 @@ def row_sizes(num_ranks: int, width: int) -> RowSizes:
 @triton.jit
 def fill_row(
     total_ptr,  # (E + 1,) int32: load, then how many ids could not be counted
-    choice_ptr,  # (3,) int32: policy, speeds, time
+    choice_ptr,  # (2,) int32: policy, time
     row_ptr,  # (W,) int32, out
     NUM_EXPERTS: tl.constexpr,
     HAS_LOAD: tl.constexpr,
@@ -181,6 +175,5 @@ def fill_row(
     header = tl.where(columns == _POLICY, tl.load(choice_ptr), 0)
     header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + NUM_EXPERTS), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
-    header = tl.where(columns == _SPEEDS, tl.load(choice_ptr + 1), header)
-    header = tl.where(columns == _TIME, tl.load(choice_ptr + 2), header)
+    header = tl.where(columns == _TIME, tl.load(choice_ptr + 1), header)
     tl.store(row_ptr + columns, header)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device.launch import Changing, Launches, launch
+from ultraep_kernels.device.launch import Launch
 
 __all__ = ["Identity"]
 
@@ -37,29 +37,19 @@ def _identity_kernel(
 
 
 class Identity:
-    """Of ids of one type, one call after the other, by a launch that is made again."""
+    """Sends ids home, layer after layer."""
 
     def __init__(self, num_logical_experts: int, num_masters: int, num_slots: int) -> None:
         """``num_masters`` L and ``num_slots`` S of each rank."""
-        self._sizes = num_logical_experts, num_masters, num_slots, _BLOCK
-        self._ids = Changing("ids_ptr", "num_ids", "out_ptr")
-        self._launches = Launches(self._ids)
-        self._out, self._blocks = torch.empty(0), 0  # of the call before
+        sizes = {"NUM_EXPERTS": num_logical_experts, "NUM_MASTERS": num_masters}
+        given = {**sizes, "NUM_SLOTS": num_slots, "BLOCK": _BLOCK}
+        changing = "ids_ptr", "out_ptr", "num_ids"
+        self._launch = Launch(_identity_kernel, changing, given, num_warps=4)
 
-    def __call__(self, topk_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """``out`` (T, K), contiguous: physical ids, of the type of ``topk_ids`` int32 or int64.
+    def __call__(self, topk_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Write physical ids to ``out``, of the size and type of ``topk_ids`` int32 or int64.
 
-        What is no expert becomes -1.
+        Both are contiguous. What is no expert becomes -1.
         """
-        ids = topk_ids.contiguous()
-        if out is not self._out:
-            self._out, self._blocks = out, -(-out.numel() // _BLOCK)
-            self._ids.set(0, out.numel(), out.data_ptr())
-        self._ids.set(ids.data_ptr())
-        if self._blocks:
-            self._launches.make(lambda: self._launch(ids, out), self._blocks)
-        return out
-
-    def _launch(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        given = ids, out, out.numel(), *self._sizes
-        launch(_identity_kernel, (self._blocks,), *given, num_warps=4)
+        if number := topk_ids.numel():
+            self._launch(-(-number // _BLOCK), topk_ids, out, number)

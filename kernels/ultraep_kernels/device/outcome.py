@@ -1,45 +1,27 @@
 """outcome: what the host records of a layer, packed so that one small copy takes it there.
 
-Written by the launch that ends the plan. Loads after balancing follow from what is packed: what a
-slot computes, its expert's master does not.
+Written by the launch that ends the plan.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import POLICY
+from ultraep_kernels.contract import POLICY, Outcome
 
-__all__ = ["SENT", "Outcome", "outcome_width", "store_outcome", "unpack_outcome"]
+__all__ = ["SENT", "outcome_width", "store_outcome", "unpack_outcome"]
 
 _HEAD = 3  # decision, policy, and experts sent
 _HEAD_WIDTH, _POLICY = tl.constexpr(_HEAD), tl.constexpr(POLICY)
 SENT = tl.constexpr(2)  # where the experts sent are; the plan's end stores them later
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One layer of one batch, or (...) many, on the host."""
-
-    decision: NDArray[np.int32]  # (...) numbers of a Decision
-    policy: NDArray[np.int32]  # (...) codes of a Policy: rank 0's
-    sent: NDArray[np.int32]  # (...) experts that this rank sends, to replicas of all ranks
-    expert_load: NDArray[np.int32]  # (..., E) assignments over all ranks
-    own_load: NDArray[np.int32]  # (..., E) assignments of the rank whose tokens were planned
-    slot_expert: NDArray[np.int32]  # (..., R, S), -1 empty
-    slot_load: NDArray[np.int32]  # (..., R, S) assignments that each slot computes
-    speeds: NDArray[np.int32]  # (..., R) that were planned with
-
-
 @triton.jit
 def store_outcome(
     decision,
-    given,
+    known,  # Given, Attempts and DevicePlan
     own_ptr,  # (E,) integers, assignments of the rank whose tokens were planned
-    found,
     held,  # (BLOCK,) int32: logical expert in each slot of each rank
     amount,  # (BLOCK,) int32: what it computes
     out_ptr,  # (3 + R + 2 * E + 2 * R * S,) int32
@@ -47,6 +29,7 @@ def store_outcome(
     BLOCK: tl.constexpr,
 ):
     """All but ``SENT``, by one program; ``held`` lies rank by rank."""
+    given, attempts, found = known
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     index = tl.arange(0, BLOCK)
@@ -54,7 +37,7 @@ def store_outcome(
     tl.store(out_ptr + 1, tl.load(given.rows.table + _POLICY))
     for start in range(0, NUM_RANKS, BLOCK):
         ranks = start + index
-        speeds = tl.load(given.speeds + ranks, mask=ranks < NUM_RANKS, other=0)
+        speeds = tl.load(attempts.ranks + ranks * 2 + 1, mask=ranks < NUM_RANKS, other=0)
         tl.store(out_ptr + _HEAD_WIDTH + ranks, speeds, mask=ranks < NUM_RANKS)
     loads_ptr = out_ptr + _HEAD_WIDTH + NUM_RANKS
     for start in range(0, NUM_EXPERTS, BLOCK):
@@ -78,17 +61,17 @@ def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
 def unpack_outcome(
     values: NDArray[np.int32], num_experts: int, num_ranks: int, num_slots: int
 ) -> Outcome:
-    """What ``store_outcome`` packed (..., W), in the memory of ``values``."""
+    """What ``store_outcome`` packed of N layers, (N, W), in the memory of ``values``."""
     loads = _HEAD + num_ranks
     own, places = loads + num_experts, loads + 2 * num_experts
-    slots = values[..., places:].reshape(*values.shape[:-1], 2, num_ranks, num_slots)
+    slots = values[:, places:].reshape(len(values), 2, num_ranks, num_slots)
     return Outcome(
-        decision=values[..., 0],
-        policy=values[..., 1],
-        sent=values[..., SENT.value],
-        expert_load=values[..., loads:own],
-        own_load=values[..., own:places],
-        slot_expert=slots[..., 0, :, :],
-        slot_load=slots[..., 1, :, :],
-        speeds=values[..., _HEAD:loads],
+        decision=values[:, 0],
+        policy=values[:, 1],
+        sent=values[:, SENT.value],
+        expert_load=values[:, loads:own],
+        own_load=values[:, own:places],
+        slot_expert=slots[:, 0],
+        slot_load=slots[:, 1],
+        speed=values[:, _HEAD:loads],
     )

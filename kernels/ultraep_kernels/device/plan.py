@@ -1,82 +1,85 @@
 """plan: loads (R, E) and speeds -> slot_expert, quota and this rank's share; the quota planner.
 
-One launch (``_plan_kernel``): the search, which ends early where a layer is left alone, and what
-writes the plan out, with all that stages after it need. It may follow the plan as well: a layer for
-which nothing is expected to come of it then takes no launch more. Twin: ``host.plan.plan``.
+One launch (``_plan_kernel``): the search, which ends early where a layer is left alone, what writes
+the plan out, with all that stages after it need, and a look-up of ids. It may send and await
+experts as well: a layer in which nothing is expected to be copied then takes no launch more. Twin:
+``host.plan.plan``.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ultraep_kernels.contract import MIN_FAN_OUT_SAVED, Search, search_of
-from ultraep_kernels.device._plan_kernel import COUNTERS, Given, plan_kernel
-from ultraep_kernels.device.count import Counted, blocks_of, ids_of
-from ultraep_kernels.device.launch import launch
+from ultraep_kernels.device._plan_kernel import COUNTERS, plan_kernel
+from ultraep_kernels.device.count import Count
+from ultraep_kernels.device.launch import Launch
 from ultraep_kernels.device.relays import Sends, least_saved, new_sends, relay_rule
 from ultraep_kernels.device.reroute import AssignSizes, Places, new_places
-from ultraep_kernels.device.stream import Programs, StreamSizes, StreamTables
+from ultraep_kernels.device.stream import Programs, Reach, StreamSizes
 
-__all__ = [
-    "Copies",
-    "DevicePlan",
-    "FollowUp",
-    "Gate",
-    "PlanBuffers",
-    "Sender",
-    "new_plan_buffers",
-    "plan",
-]
+__all__ = ["DevicePlan", "Gate", "Given", "PlanSizes", "Planner", "Rows", "Sender", "plan_sizes"]
 
 _EXPERTS_SUMMED = 8  # by one program
-_EXPERTS_WRITTEN = 8  # by one, in a layer that is expected to be left alone
+_EXPERTS_WRITTEN = 8  # by one, in a layer in which nothing is expected to be copied
 _MOST_REGISTERS = 192  # of a thread; left to itself the assembler keeps to 168, and spills
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
 _BLOCK_FLAGS = 256  # looked at together
 
 
-@dataclass(frozen=True)
-class Gate:
+class Rows(NamedTuple):
+    """Integers of every rank, side by side in rows that may be apart."""
+
+    table: torch.Tensor
+    stride: int  # from one row to the next
+
+    @classmethod
+    def of(cls, table: torch.Tensor) -> "Rows":
+        """A table (R, N). Raises ValueError where what is in a row does not lie side by side."""
+        if table.stride(1) != 1:
+            raise ValueError(f"{table.stride() = }: experts must lie side by side")
+        return cls(table, table.stride(0))
+
+
+class Gate(NamedTuple):
     """When a plan is followed; costs in picoseconds, as in ``ultraep_serve.costs``.
 
     Planning itself is no cost: it is spent by the time it could count.
     The defaults follow every plan that lowers the time of the busiest rank.
     """
 
-    max_imbalance: float = 1.0  # loads at or below this max/mean are left alone; in millionths
+    max_imbalance: int = 10**6  # loads at or below this max/mean, in millionths, are left alone
     per_assignment: int = 1
-    per_expert_read: int = 0
-    per_expert_sent: int = 0
+    per_read: int = 0  # of an expert
+    per_sent: int = 0
+
+
+class Given(NamedTuple):
+    """What plans are made from; tensors on the device."""
+
+    loads: Rows  # (R, E) int32: row r is what rank r's own tokens chose
+    # Loads that are negative, together more than 2**28, or take a rank more time than 2**28
+    # assignments at FULL_SPEED, set IMPOSSIBLE_LOADS and give the identity.
+    status: torch.Tensor  # (1,) int32
+    # (R, .) int32, all ranks' as ``exchange.fill_row`` made them: rank 0's says whether to plan at
+    # all (its policy). Where a rank saw unknown ids, checksums differ or the status says that a
+    # wait was given up, the identity is written.
+    rows: Rows | None = None
+    speeds: torch.Tensor | None = None  # (R,) int32, 1 to FULL_SPEED; None: see ``plan_sizes``
+    # Where the plan does not pass it, the identity is written, and the decision says why.
+    gate: Gate | None = None  # None: every plan is followed
 
 
 class Sender(NamedTuple):
-    """Whose sends are planned along with the slots."""
+    """Whose tokens are rerouted, and whose sends are planned."""
 
-    rank: int
-    relay: str  # as for ``relays.plan_sends``, as is ``min_saved``
-    epoch: torch.Tensor | None = None  # (2,) int64 as the exchange left it, to go with the sends
+    source: int  # the rank whose share is wanted
+    rank: int = 0
+    relay: str = "never"  # as for ``relays.plan_sends``, as is ``min_saved``
+    epoch: torch.Tensor | None = None  # (2,) int64 as the exchange left it; None: no sends
     min_saved: int = MIN_FAN_OUT_SAVED
-
-
-class Copies(NamedTuple):
-    """How experts are sent and awaited in the launch that plans."""
-
-    tables: StreamTables  # of the layer
-    patience_ns: int  # nanoseconds after which a wait is given up
-    programs: Programs
-    reported: torch.Tensor  # (1,) int32 in page-locked memory: the status of a wait given up
-
-
-class FollowUp(NamedTuple):
-    """What follows a plan in its launch: ids are looked up, and experts sent and awaited or not."""
-
-    ids: torch.Tensor  # (T, K) int32 or int64, logical
-    counted: Counted  # of these ids
-    physical: torch.Tensor  # (T, K) of their type, out
-    copies: Copies | None = None
 
 
 class DevicePlan(NamedTuple):
@@ -88,23 +91,7 @@ class DevicePlan(NamedTuple):
     expert_load: torch.Tensor  # (E,) int32: assignments of each expert over all ranks
     decision: torch.Tensor  # (1,) int32: number of a Decision
     places: Places  # of the share
-    sends: Sends  # written where there is a ``Sender``
-
-
-class Rows(NamedTuple):
-    """Integers of every rank, side by side in rows that may be apart."""
-
-    table: torch.Tensor
-    stride: int  # from one row to the next
-
-
-class GateValues(NamedTuple):
-    """A ``Gate`` for a kernel."""
-
-    max_imbalance: int  # in millionths; rank 0's row may overrule it
-    per_assignment: int  # picoseconds
-    per_read: int
-    per_sent: int
+    sends: Sends  # written where there is an epoch
 
 
 class PlanSizes(NamedTuple):
@@ -127,6 +114,8 @@ class PlanSizes(NamedTuple):
     block_ranks: int  # of a domain
     block_slots: int
     block_keys: int
+    measures_speeds: bool = False  # by what ranks' rows say, unless speeds are given
+    writes_identity: bool = True  # quotas, shares and places of a layer that is left alone too
     experts_summed: int = _EXPERTS_SUMMED
     masters_at_once: int = 8  # of every rank, added up together
 
@@ -141,7 +130,7 @@ class PlanSizes(NamedTuple):
 
     @property
     def num_programs(self) -> int:
-        """Of a launch that does not follow the plan."""
+        """Of a launch that does no more than plan."""
         return self.num_sums + self.num_domains * self.num_attempts + self.num_finished
 
 
@@ -158,154 +147,106 @@ class Attempts(NamedTuple):
     turns: torch.Tensor  # (COUNTERS,) int32, zero between launches: turns, then arrivals
 
 
-@dataclass(frozen=True)
-class PlanBuffers:
-    """What plans of one size are written to, layer after layer."""
+class Planner:
+    """Plans layer after layer: the same slots and quotas on every rank, as on CPU."""
 
-    sizes: PlanSizes
-    found: DevicePlan
-    attempts: Attempts
+    def __init__(
+        self,
+        sizes: PlanSizes,
+        given: Given,
+        sender: Sender,
+        reach: Reach | None = None,
+        programs: Programs | None = None,
+    ) -> None:
+        """``reach`` and ``programs`` of a launch that sends and awaits experts too."""
+        self.sizes, device = sizes, given.status.device
+        self.found = _empty_plan(sizes, device)
+        self._attempts = _empty_attempts(sizes, device)
+        self.speeds = self._attempts.ranks[:, 1]  # (R,) int32 that were planned with
+        self._given, self._sender = given, sender
+        layout = sizes.num_ranks, sizes.num_masters, sizes.all_slots
+        search_steps = (sizes.num_ranks - 1).bit_length()
+        num_places = sizes.num_ranks * sizes.all_slots
+        self._constants: dict[str, Any] = {
+            "given": given,
+            "attempts": self._attempts,
+            "found": self.found,
+            "reach": None,
+            "source": sender.source,
+            "rank": sender.rank,
+            "min_saved": least_saved(sender.relay, sender.min_saved, num_places),
+            "epoch_ptr": sender.epoch,
+            "SIZES": sizes,
+            "RELAYS": relay_rule(*layout, sender.relay, sizes.domain_size),
+            "ASSIGNS": AssignSizes(*layout, search_steps=search_steps, tile=_TILE_IDS),
+            "STREAMS": None,
+        }
+        if given.rows is None:
+            self._constants["outcome_ptr"] = None
+        self._plan = self._launch(chunks_ptr=None, patience_ns=0)
+        if reach is not None and programs is not None:
+            programs = programs if sizes.all_slots else Programs(0, 0)
+            self._num_copying = sum(programs) + max(1, sizes.all_slots)
+            finishing = 1 + -(-sizes.num_experts // _EXPERTS_WRITTEN)
+            blocks = {"block": _BLOCK_WORDS, "block_flags": _BLOCK_FLAGS}
+            copying = sizes._replace(num_finished=finishing)
+            self._num_planning = copying.num_programs
+            streams = StreamSizes(*layout, programs, **blocks)
+            self._plan_and_copy = self._launch(reach=reach, SIZES=copying, STREAMS=streams)
+
+    def _launch(self, **others: Any) -> Launch:
+        """A launch with ``others`` in place of some constants."""
+        given = self._constants | others
+        names = "ids_ptr", "before_ptr", "out_ptr", "num_ids"
+        names += "outcome_ptr", "chunks_ptr", "patience_ns"
+        changing = tuple(name for name in names if name not in given)
+        return Launch(plan_kernel, changing, given, num_warps=1, maxnreg=_MOST_REGISTERS)
+
+    def __call__(
+        self,
+        topk_ids: torch.Tensor,
+        physical: torch.Tensor,
+        counted: Count,
+        outcome: torch.Tensor | None = None,
+    ) -> None:
+        """Plan a layer, and write ``physical`` ids (T, K) for ``topk_ids`` (T, K).
+
+        Both are contiguous and int32 or int64; ``counted`` has counted the latter last. What the
+        host records is packed into ``outcome`` (``outcome_width``,) int32; None without rows.
+        """
+        programs = self.sizes.num_programs + counted.blocks
+        ids = topk_ids, counted.before, physical, counted.num_ids
+        self._plan(programs, *ids, *(() if outcome is None else (outcome,)))
+
+    def and_copy(
+        self,
+        topk_ids: torch.Tensor,
+        physical: torch.Tensor,
+        counted: Count,
+        outcome: torch.Tensor,
+        chunks: torch.Tensor,
+        patience_ns: int,
+    ) -> None:
+        """Do so, and what ``Stream`` would do then for the layer with ``chunks``."""
+        programs = self._num_planning + counted.blocks + self._num_copying
+        ids = topk_ids, counted.before, physical, counted.num_ids
+        self._plan_and_copy(programs, *ids, outcome, chunks, patience_ns)
 
 
-def new_plan_buffers(
+def plan_sizes(
     num_ranks: int,
     num_experts: int,
     num_replica_slots: int,
-    device: torch.device | str,
-    *,
     domain_size: int | None = None,
-    first_slot: int = 0,
-    all_slots: int | None = None,
-    decision: torch.Tensor | None = None,
-) -> PlanBuffers:
-    """For plans of R, E, and S slots of a rank: from ``first_slot`` on, of ``all_slots``.
-
-    ``decision`` (1,) int32 where it is to lie: plans of one batch share it.
-    """
-    slots = num_replica_slots if all_slots is None else all_slots
-    sizes = _sizes_of(num_ranks, num_experts, num_replica_slots, domain_size, first_slot, slots)
-    if decision is None:
-        decision = torch.zeros(1, dtype=torch.int32, device=device)
-    return PlanBuffers(sizes, _empty_plan(sizes, decision), _empty_attempts(sizes, device))
-
-
-def plan(
-    loads: torch.Tensor,
-    num_replica_slots: int,
-    source_rank: int,
-    status: torch.Tensor,
-    *,
-    domain_size: int | None = None,
-    speeds: torch.Tensor | None = None,
-    gate: Gate | None = None,
-    rows: torch.Tensor | None = None,
-    sender: Sender | None = None,
-    outcome: torch.Tensor | None = None,
-    buffers: PlanBuffers | None = None,
-    begins: bool = True,
-    follow_up: FollowUp | None = None,
-) -> DevicePlan:
-    """Plan one layer of one batch: the same slots and quotas on every rank, as on CPU.
-
-    Args:
-        loads: int32 (R, E) on the device, rows may be apart; row r is what rank r's own
-            tokens chose. E is a multiple of R.
-        num_replica_slots: S, may be 0.
-        source_rank: rank whose ``share`` is wanted.
-        status: (1,) int32. Loads that are negative, together more than 2**28, or take a rank more
-            time than 2**28 assignments at FULL_SPEED, set IMPOSSIBLE_LOADS and give the identity.
-        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
-        speeds: int32 (R,) on the device, each 1 to FULL_SPEED; None is all ranks equally fast.
-        gate: where the plan does not pass it, the identity is written and the decision says why;
-            None follows every plan.
-        rows: (R, .) int32, all ranks' rows as ``exchange.fill_row`` made them: rank 0's says
-            whether to plan at all (its policy).
-            Where a rank saw unknown ids, checksums differ or ``status`` says that a wait was given
-            up, the identity is written.
-        sender: whose sends are wanted too.
-        outcome: (``outcome_width``,) int32, where what the host records is packed, of rows and
-            speeds too; None: not wanted.
-        buffers: to write to, of the same sizes. With them quota, share and places are written
-            for a plan that is followed only.
-        begins: without it, and with rows, the decision of the layer before is in ``buffers``:
-            where it says that the batch's policy is off, it stays so and nothing is planned.
-        follow_up: what the launch is to do as well, as ``reroute``, and where it has ``copies``
-            ``stream`` and ``receive``, would; with a sender that names the epoch.
-
-    Raises:
-        ValueError: E is no multiple of R, or a row's experts do not lie side by side.
-    """
-    if loads.stride(1) != 1:
-        raise ValueError(f"{loads.stride() = }: experts must lie side by side")
-    num_ranks, num_experts = loads.shape
-    own = buffers or new_plan_buffers(
-        num_ranks, num_experts, num_replica_slots, loads.device, domain_size=domain_size
-    )
-    assert begins or buffers is not None, "nothing is known of the layer before"
-    assert follow_up is None or (sender and sender.epoch is not None), "nobody to send"
-    assert outcome is None or (rows is not None and speeds is not None), "not all is known"
-    sizes = own.sizes
-    epoch = None
-    if sender:
-        epoch = own.found.sends.epoch if sender.epoch is None else sender.epoch
-    places = num_ranks * sizes.all_slots
-    if follow_up and follow_up.copies:
-        sizes = sizes._replace(num_finished=1 + -(-num_experts // _EXPERTS_WRITTEN))
-    number, follows = sizes.num_programs, dict[str, Any]()
-    if follow_up:
-        number += blocks_of(follow_up.ids.numel()) + _num_copying(follow_up.copies, sizes)
-        follows = _follows(follow_up, sizes)
-    launch(
-        plan_kernel,
-        (number,),
-        Given(
-            Rows(loads, loads.stride(0)),
-            None if rows is None else Rows(rows, rows.stride(0)),
-            speeds,
-            _values_of(gate) if gate else None,
-            status,
-        ),
-        own.attempts,
-        own.found,
-        outcome,
-        int(begins or rows is None),
-        source_rank,
-        sender.rank if sender else 0,
-        least_saved(sender.relay, sender.min_saved, places) if sender else 0,
-        epoch,
-        SIZES=sizes,
-        RELAYS=relay_rule(
-            num_ranks,
-            sizes.num_masters,
-            sizes.all_slots,
-            sender.relay if sender else "never",
-            sizes.domain_size,
-        ),
-        LEAVES_EARLY=buffers is not None,
-        **follows,
-        num_warps=1,
-        maxnreg=_MOST_REGISTERS,
-    )
-    return own.found
-
-
-def _values_of(gate: Gate) -> GateValues:
-    return GateValues(
-        round(gate.max_imbalance * 10**6),
-        gate.per_assignment,
-        gate.per_expert_read,
-        gate.per_expert_sent,
-    )
-
-
-def _sizes_of(
-    num_ranks: int,
-    num_experts: int,
-    num_replica_slots: int,
-    domain_size: int | None,
-    first_slot: int,
-    all_slots: int,
+    micro_batch: int = 0,
+    num_micro_batches: int = 1,
+    **others: bool,
 ) -> PlanSizes:
+    """For plans of R, E and S slots of a rank for each micro-batch; ``others`` of ``PlanSizes``.
+
+    Copies stay within contiguous groups of ``domain_size`` ranks; None is all ranks. Raises
+    ValueError where E is no multiple of R.
+    """
     if num_experts % num_ranks:
         raise ValueError(f"{num_experts = } must be a multiple of {num_ranks = }")
     size, masters = min(domain_size or num_ranks, num_ranks), num_experts // num_ranks
@@ -316,8 +257,8 @@ def _sizes_of(
         num_ranks=num_ranks,
         num_masters=masters,
         num_slots=num_replica_slots,
-        all_slots=all_slots,
-        first_slot=first_slot,
+        all_slots=num_replica_slots * num_micro_batches,
+        first_slot=num_replica_slots * micro_batch,
         domain_size=size,
         num_domains=-(-num_ranks // size),
         search=search,
@@ -330,24 +271,24 @@ def _sizes_of(
         block_ranks=_block(size),
         block_slots=int(triton.next_power_of_2(max(1, num_replica_slots))),
         block_keys=_block(search.limit),
+        **others,
     )
 
 
-def _empty_plan(sizes: PlanSizes, decision: torch.Tensor) -> DevicePlan:
-    ranks, experts, device = sizes.num_ranks, sizes.num_experts, decision.device
-    all_slots = sizes.all_slots
+def _empty_plan(sizes: PlanSizes, device: torch.device) -> DevicePlan:
+    ranks, experts, all_slots = sizes.num_ranks, sizes.num_experts, sizes.all_slots
     return DevicePlan(
         slot_expert=torch.empty((ranks, all_slots), dtype=torch.int32, device=device),
         quota=torch.empty((experts, ranks), dtype=torch.int32, device=device),
         share=torch.empty((experts, ranks), dtype=torch.int32, device=device),
         expert_load=torch.empty(experts, dtype=torch.int32, device=device),
-        decision=decision,
+        decision=torch.zeros(1, dtype=torch.int32, device=device),
         places=new_places(experts, ranks, device),
         sends=new_sends(ranks, all_slots, device),
     )
 
 
-def _empty_attempts(sizes: PlanSizes, device: torch.device | str) -> Attempts:
+def _empty_attempts(sizes: PlanSizes, device: torch.device) -> Attempts:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -362,34 +303,6 @@ def _empty_attempts(sizes: PlanSizes, device: torch.device | str) -> Attempts:
         winners=empty(sizes.num_domains).fill_(-1),
         turns=empty(COUNTERS).zero_(),
     )
-
-
-def _follows(follow_up: FollowUp, sizes: PlanSizes) -> dict[str, Any]:
-    """What ``reroute`` and ``stream`` are given, but for the plan."""
-    ranks, copies = sizes.num_ranks, follow_up.copies
-    layout = ranks, sizes.num_masters, sizes.all_slots
-    assigns = AssignSizes(*layout, search_steps=(ranks - 1).bit_length(), tile=_TILE_IDS)
-    ids = {"out_ptr": follow_up.physical, **ids_of(follow_up.ids, follow_up.counted)}
-    if copies is None:
-        return {"ASSIGNS": assigns, **ids}
-    programs = _programs_of(copies, sizes)
-    return {
-        **ids,
-        "tables": copies.tables,
-        "reported_ptr": copies.reported,
-        "patience_ns": copies.patience_ns,
-        "ASSIGNS": assigns,
-        "STREAMS": StreamSizes(*layout, programs, block=_BLOCK_WORDS, block_flags=_BLOCK_FLAGS),
-    }
-
-
-def _num_copying(copies: Copies | None, sizes: PlanSizes) -> int:
-    """Programs that send, forward and await experts."""
-    return sum(_programs_of(copies, sizes)) + max(1, sizes.all_slots) if copies else 0
-
-
-def _programs_of(copies: Copies, sizes: PlanSizes) -> Programs:
-    return copies.programs if sizes.all_slots else Programs(0, 0)
 
 
 def _block(size: int) -> int:

@@ -15,7 +15,6 @@ from ultraep_kernels.contract import (
     MIN_FAN_OUT_SAVED,
     MIN_RELAYED_REPLICAS,
 )
-from ultraep_kernels.device.launch import launch
 
 __all__ = [
     "MOST_RELAYS",
@@ -201,5 +200,5 @@ def plan_sends(
     sends = new_sends(num_ranks, num_slots, slot_expert.device)
     rule = relay_rule(num_ranks, num_masters, num_slots, mode, domain_size)
     saved = least_saved(mode, min_saved, slot_expert.numel())
-    launch(_relays_kernel, (1,), slot_expert, sends, rank, saved, RULE=rule, num_warps=4)
+    _relays_kernel[(1,)](slot_expert, sends, rank, saved, RULE=rule, num_warps=4)
     return sends

@@ -1,7 +1,7 @@
 """stream: master weights -> replica slots of other ranks, chunk by chunk, direct or relayed.
 
-``stream`` is a launch of programs that work through this rank's tasks beside the engine's dispatch,
-and finite whatever other ranks do. The first send masters and never wait. Others, where there are
+``send`` launches programs that work through this rank's tasks beside the engine's dispatch, and are
+finite whatever other ranks do. The first send masters and never wait. Others, where there are
 relays, forward from own slots, each chunk as soon as its flag says that it is there; one that does
 not come soon is left, with what follows it, to ``receive``. That is a small launch where the
 experts begin, in the engine's own stream: it forwards what is left, and ends when this rank's own
@@ -9,7 +9,7 @@ slots are filled. So nothing that waits for other ranks keeps a dispatch from st
 may have to wait for themselves.
 
 Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
-``host.stream.stream_chunks``, with the same tables. A chunk moves 16 bytes per access where source
+``host.stream.stream_chunks``, with the same chunks. A chunk moves 16 bytes per access where source
 and target allow it, else byte by byte: keep tensors of experts 16-byte aligned. Programs are
 numbered as they start, and wait only for programs before them, of any rank, so that it does not
 matter how many run at the same time.
@@ -34,18 +34,17 @@ from ultraep_kernels.device._signals import (
     wait,
 )
 from ultraep_kernels.device._turns import arrive, take_turn
-from ultraep_kernels.device.launch import launch
+from ultraep_kernels.device.launch import Launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
 __all__ = [
     "Programs",
+    "Reach",
+    "Stream",
     "StreamSizes",
-    "StreamTables",
     "Transfers",
     "follow_program",
-    "receive",
-    "stream",
 ]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
@@ -54,20 +53,18 @@ _NUM_WARPS = 8
 # eighths in a launch that may relay, which would spill with less
 _MOST_REGISTERS, _MOST_RELAYING = 64, 96
 _FLAGS_PER_LOOK = 32 * _NUM_WARPS  # one by each thread of a program that waits for a slot
+CHUNK_WORDS = tl.constexpr(4)
 _SOON_NS = tl.constexpr(200_000)  # a relay's wait beside dispatch, which may wait for its end
 
 
-class StreamTables(NamedTuple):
-    """Where everything lies; all int64 on the device, addresses as mapped by this rank."""
+class Reach(NamedTuple):
+    """How a rank reaches the slots of its domain; tensors on the device."""
 
-    master_addresses: torch.Tensor  # (N,): this rank's N expert tensors
-    pool_addresses: torch.Tensor  # (R,): the ranks' slot pools
-    region_offsets: torch.Tensor  # (N,): bytes from the pool's start to a tensor's slots
-    expert_bytes: torch.Tensor  # (N,): bytes of one expert in each tensor
-    chunks: torch.Tensor  # (C, 3): tensor index, offset and size in bytes
-    flag_addresses: torch.Tensor  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
-    max_chunks: int  # chunks of the largest layer
-    num_chunks: int  # C
+    pools: torch.Tensor  # (R,) int64: the ranks' slot pools as mapped by this rank
+    flags: torch.Tensor  # (R,) int64: their chunk flags, (S, max_chunks) int64 each
+    max_chunks: int  # of the largest layer
+    status: torch.Tensor  # (1,) int32: of waits that were given up; then nothing is waited for
+    reported: torch.Tensor  # (1,) int32 in page-locked memory, where such a status is written too
 
 
 class Programs(NamedTuple):
@@ -92,13 +89,12 @@ class StreamSizes(NamedTuple):
 class Transfers(NamedTuple):
     """What programs that copy experts, or await them, are given."""
 
-    sends: Any
+    sends: Any  # Sends, of the plan
     slot_expert: Any  # (R, S) int32
-    tables: Any
+    reach: Any
     rank: Any  # this one
+    chunks: Any  # of the layer: how many, then CHUNK_WORDS of each
     epoch: Any
-    status: Any  # (1,) int32
-    reported: Any  # (1,) int32 of the host; None where no slot is awaited
     patience_ns: Any
 
 
@@ -135,43 +131,40 @@ def _transfer(
     """Send, or forward, a program's share of the chunks; how many of them it is through with."""
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     STEP: tl.constexpr = SIZES.programs.relays if IS_RELAY else SIZES.programs.senders
-    sends, tables, rank = work.sends, work.tables, work.rank
+    sends, reach, rank = work.sends, work.reach, work.rank
     row_ptr = sends.tasks + (SIZES.num_ranks * NUM_SLOTS + 1 if IS_RELAY else 0)
-    num_sends = tl.load(row_ptr)
+    num_sends, num_chunks = tl.load(row_ptr), tl.load(work.chunks).to(tl.int32)
     goes_on = num_sends >= 0
-    while goes_on & (program + done * STEP < num_sends * tables.num_chunks):
+    while goes_on & (program + done * STEP < num_sends * num_chunks):
         task = program + done * STEP
         chunk = task // num_sends  # all targets proceed at the same pace
         place = tl.load(row_ptr + 1 + task % num_sends)
         expert = tl.load(work.slot_expert + place)
-        tensor = tl.load(tables.chunks + chunk * 3)
-        offset = tl.load(tables.chunks + chunk * 3 + 1)
-        size = tl.load(tables.chunks + chunk * 3 + 2)
-        stride = tl.load(tables.expert_bytes + tensor)
-        region = tl.load(tables.region_offsets + tensor)
+        chunk_ptr = work.chunks + 1 + chunk * CHUNK_WORDS
+        region, stride = tl.load(chunk_ptr + 1), tl.load(chunk_ptr + 2)
         arrived = num_sends >= 0
         if IS_RELAY:
             own = tl.load(sends.parents + place) % NUM_SLOTS
-            flag = _flag_address(tables, rank, own, chunk)
+            flag = _flag_address(reach, rank, own, chunk)
             bit: tl.constexpr = RELAY_TIMEOUT if IS_LAST else 0
-            arrived = wait(flag, work.epoch, work.patience_ns, work.status, bit)
-            source = tl.load(tables.pool_addresses + rank) + region + own * stride
+            arrived = wait(flag, work.epoch, work.patience_ns, reach.status, bit)
+            source = tl.load(reach.pools + rank) + region + own * stride
         else:
             own = expert - rank * SIZES.num_masters
-            source = tl.load(tables.master_addresses + tensor) + own * stride
+            source = tl.load(chunk_ptr) + own * stride
         if arrived:
             peer, slot = place // NUM_SLOTS, place % NUM_SLOTS
-            target = tl.load(tables.pool_addresses + peer) + region + slot * stride
-            _copy(target + offset, source + offset, size, SIZES.block)
-            post(_flag_address(tables, peer, slot, chunk), work.epoch)
+            target = tl.load(reach.pools + peer) + region + slot * stride
+            _copy(target, source, tl.load(chunk_ptr + 3), SIZES.block)
+            post(_flag_address(reach, peer, slot, chunk), work.epoch)
         goes_on = arrived | IS_LAST
         done += goes_on.to(tl.int32)
     return done
 
 
 @triton.jit
-def _flag_address(tables, rank, slot, chunk):
-    return tl.load(tables.flag_addresses + rank) + (slot * tables.max_chunks + chunk) * 8
+def _flag_address(reach, rank, slot, chunk):
+    return tl.load(reach.flags + rank) + (slot * reach.max_chunks + chunk) * 8
 
 
 @triton.jit
@@ -186,31 +179,31 @@ def _await_slot(
     If any wait was given up until now, say so and go no further: experts would compute with what
     is not there, and send it to other ranks.
     """
-    is_awaited = is_planned & (slot < SIZES.num_slots)
+    is_awaited, status_ptr = is_planned & (slot < SIZES.num_slots), work.reach.status
     place = work.rank * SIZES.num_slots + slot
     if tl.load(work.slot_expert + place, mask=is_awaited, other=-1) >= 0:
-        first = _flag_address(work.tables, work.rank, slot, 0)
-        since = clock()
+        first = _flag_address(work.reach, work.rank, slot, 0)
+        num_chunks, since = tl.load(work.chunks).to(tl.int32), clock()
         looks = tl.full((), 0, tl.int32)
         over = looks < 0
-        for start in range(0, work.tables.num_chunks, SIZES.block_flags):
+        for start in range(0, num_chunks, SIZES.block_flags):
             chunks = start + tl.arange(0, SIZES.block_flags)
-            exists = chunks < work.tables.num_chunks
+            exists = chunks < num_chunks
             missing = looks * 0 + 1
             while (missing > 0) & (over == 0):
                 flags = read_flags(first + chunks * 8, exists, "relaxed")
                 missing = tl.max((exists & (flags < work.epoch)).to(tl.int32), axis=0)
                 if missing > 0:
                     looks += 1
-                    over = gives_up(since, looks, work.patience_ns, work.status)
+                    over = gives_up(since, looks, work.patience_ns, status_ptr)
             if missing > 0:
-                tl.atomic_or(work.status, SLOT_TIMEOUT, sem="relaxed")
+                tl.atomic_or(status_ptr, SLOT_TIMEOUT, sem="relaxed")
             read_flags(first + chunks * 8, exists, "acquire")
         tl.debug_barrier()
         fence_aliases()
-    status = peek(work.status)
+    status = peek(status_ptr)
     if (status & TIMEOUTS) != 0:
-        put(work.reported, status, "sys")  # as other slots' programs may
+        put(work.reach.reported, status, "sys")  # as other slots' programs may
         if SIZES.stops:
             stop()
 
@@ -254,32 +247,26 @@ def _leave(turns_ptr):
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _stream_kernel(
-    sends, slot_expert_ptr, tables, rank, epoch_ptr, status_ptr, SIZES: tl.constexpr
-):
-    program, epoch = take_turn(sends.turns), tl.load(epoch_ptr)
-    work = Transfers(sends, slot_expert_ptr, tables, rank, epoch, status_ptr, None, _SOON_NS)
+def _stream_kernel(chunks_ptr, sends, slot_expert_ptr, reach, rank, SIZES: tl.constexpr):
+    program, epoch = take_turn(sends.turns), tl.load(sends.epoch)
+    work = Transfers(sends, slot_expert_ptr, reach, rank, chunks_ptr, epoch, _SOON_NS)
     _copy_part(program, work, False, SIZES)
     _leave(sends.turns)
 
 
 @triton.jit(do_not_specialize=["rank", "patience_ns"])
 def _receive_kernel(
+    chunks_ptr,
+    patience_ns: tl.int64,
     sends,
     slot_expert_ptr,
-    tables,
+    reach,
     rank,
-    epoch_ptr,
-    status_ptr,
-    decision_ptr,  # (1,) int32
-    reported_ptr,
-    patience_ns: tl.int64,
     SIZES: tl.constexpr,
 ):
-    program, epoch = take_turn(sends.turns + 2), tl.load(epoch_ptr)
-    waits = status_ptr, reported_ptr, patience_ns
-    work = Transfers(sends, slot_expert_ptr, tables, rank, epoch, *waits)
-    is_planned = tl.load(decision_ptr) == PLANNED
+    program, epoch = take_turn(sends.turns + 2), tl.load(sends.epoch)
+    work = Transfers(sends, slot_expert_ptr, reach, rank, chunks_ptr, epoch, patience_ns)
+    is_planned = tl.load(sends.decision) == PLANNED
     RELAYS: tl.constexpr = SIZES.programs.relays
     if program >= RELAYS:
         _await_slot(program - RELAYS, is_planned, work, SIZES)
@@ -288,84 +275,48 @@ def _receive_kernel(
     _leave(sends.turns + 2)
 
 
-def stream(
-    sends: Sends,
-    slot_expert: torch.Tensor,
-    num_masters: int,
-    tables: StreamTables,
-    rank: int,
-    epoch: torch.Tensor,
-    status: torch.Tensor,
-    programs: Programs,
-) -> None:
-    """Push this rank's masters, and forward what it relays and soon has, for this epoch's plan.
+class Stream:
+    """Sends the experts of a plan, and awaits this rank's, layer after layer."""
 
-    Args:
-        sends: of this rank, from ``plan_sends``.
-        slot_expert: (R, S) int32, S at least 1.
-        num_masters: L.
-        tables: of the layer.
-        rank: this rank.
-        epoch: (1,) int64 or more of which the first counts, as ``exchange`` left it.
-        status: (1,) int32; once a wait was given up nothing is waited for.
-        programs: that send and that forward; at least one.
-    """
-    num_ranks, num_slots = slot_expert.shape
-    launch(
-        _stream_kernel,
-        (programs.senders + programs.relays,),
-        sends,
-        slot_expert,
-        tables,
-        rank,
-        epoch,
-        status,
-        SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
-        num_warps=_NUM_WARPS,
-        maxnreg=_MOST_RELAYING if programs.relays else _MOST_REGISTERS,
-    )
+    def __init__(
+        self,
+        sends: Sends,
+        slot_expert: torch.Tensor,
+        rank: int,
+        reach: Reach,
+        sizes: StreamSizes,
+        beside: torch.Stream | None = None,
+    ) -> None:
+        """Of what ``rank`` sends for ``slot_expert`` (R, S) int32, its decision and epoch too.
 
+        Masters go into the stream ``beside``, or into the one that is current.
+        """
+        programs = sizes.programs
+        self._num_receiving = programs.relays + max(1, sizes.num_slots)
+        self._num_sending = programs.senders + programs.relays
+        given = {"sends": sends, "slot_expert_ptr": slot_expert, "reach": reach, "rank": rank}
+        given = given | {"SIZES": sizes}
+        options = {
+            "num_warps": _NUM_WARPS,
+            "maxnreg": _MOST_RELAYING if programs.relays else _MOST_REGISTERS,
+        }
+        self._stream = Launch(_stream_kernel, ("chunks_ptr",), given, stream=beside, **options)
+        changing = "chunks_ptr", "patience_ns"
+        self._receive = Launch(_receive_kernel, changing, given, **options)
 
-def receive(
-    sends: Sends,
-    slot_expert: torch.Tensor,
-    num_masters: int,
-    tables: StreamTables,
-    rank: int,
-    epoch: torch.Tensor,
-    status: torch.Tensor,
-    programs: Programs,
-    *,
-    decision: torch.Tensor,
-    reported: torch.Tensor,
-    patience_ns: int,
-    stops: bool = True,
-) -> None:
-    """Forward what ``stream`` left, and end when this rank's slots have arrived.
+    def send(self, chunks: torch.Tensor) -> None:
+        """Push this rank's masters of the layer with ``chunks``, and forward what soon is there.
 
-    Args as for ``stream``, behind which this comes, and:
-        status: RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded;
-            SLOT_TIMEOUT where a slot was not filled.
-        decision: (1,) int32; unless it is PLANNED there is nothing to do.
-        reported: (1,) int32 in page-locked memory: the status of a wait that was given up, until
-            now, is written there.
-        patience_ns: nanoseconds after which a wait is given up.
-        stops: whether that ends all work of this process on the device.
-    """
-    num_ranks, num_slots = slot_expert.shape
-    launch(
-        _receive_kernel,
-        (programs.relays + max(1, num_slots),),
-        sends,
-        slot_expert,
-        tables,
-        rank,
-        epoch,
-        status,
-        decision,
-        reported,
-        patience_ns,
-        SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs, stops=stops),
-        num_warps=_NUM_WARPS,
-        maxnreg=_MOST_RELAYING if programs.relays else _MOST_REGISTERS,
-    )
+        Waits for nobody.
+        """
+        self._stream(self._num_sending, chunks)
+
+    def receive(self, chunks: torch.Tensor, patience_ns: int) -> None:
+        """Forward what ``send`` left, and end when this rank's slots have arrived.
+
+        Nothing is done unless the decision is PLANNED. The status gets RELAY_TIMEOUT where a chunk
+        did not arrive within ``patience_ns``, which is then not forwarded, SLOT_TIMEOUT where a
+        slot was not filled. Where a wait was given up until now, it is reported, and ends all work
+        of this process on the device.
+        """
+        self._receive(self._num_receiving, chunks, patience_ns)

@@ -19,7 +19,6 @@ from ultraep_kernels.contract import (
     DOUBT,
     HEADER_WIDTH,
     POLICY,
-    SPEEDS,
     TIME,
     UNKNOWN,
     Choice,
@@ -38,7 +37,7 @@ def write_row(
     ``unknown`` ids could not be counted; ``doubt`` 1: this rank has found something wrong.
     """
     header = [0] * HEADER_WIDTH
-    header[POLICY], header[SPEEDS], header[TIME] = choice
+    header[POLICY], header[TIME] = choice
     header[UNKNOWN], header[CHECKSUM], header[DOUBT] = unknown, zlib.crc32(load.data), doubt
     row = np.array(header, dtype=np.int64)
     return np.concatenate((row, load)) if has_load else row

@@ -1,8 +1,7 @@
-"""speeds: what ranks published, and speeds (R,) in use -> speeds (R,) to use from now on.
+"""speeds (R,) of ranks: whole numbers, FULL_SPEED the fastest's, the same on every rank.
 
-Whole numbers, the same on every rank. Speeds follow only what differs clearly from those in use,
-and not further than a step at a time, so that neither noise nor what follows from it moves them.
-Twin: ``device.speeds``. Nothing here is compiled: settings are read before anything may be.
+Twin of what is measured: ``device._plan_times``. Nothing here is compiled: settings are read before
+anything may be.
 """
 
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import FULL_SPEED, SPEED_LIMITS
+from ultraep_kernels.contract import EQUAL_PARTS, FULL_SPEED, LEAST_PARTS, SPEED_PARTS
 
-__all__ = ["follow", "full_speeds", "whole_speeds"]
+__all__ = ["full_speeds", "measured_speeds", "whole_speeds"]
 
 
 def full_speeds(num_ranks: int) -> NDArray[np.int64]:
@@ -27,23 +26,15 @@ def whole_speeds(values: Sequence[float]) -> NDArray[np.int64]:
     return np.maximum(np.rint(relative * FULL_SPEED).astype(np.int64), 1)
 
 
-def follow(picoseconds: NDArray[np.integer[Any]], speeds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Speeds (R,) after one more batch; ``speeds`` where a rank does not know its own yet.
+def measured_speeds(picoseconds: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """Speeds (R,) of ranks that take ``picoseconds`` (R,) for an assignment; 0: not known.
 
-    Args:
-        picoseconds: (R,) per assignment, as each rank measured; 0 where it does not know.
-        speeds: (R,), each 1 to FULL_SPEED, which one of them has.
+    All are equally fast until each rank knows its own.
     """
     if (picoseconds <= 0).any():
-        return speeds
-    limits = SPEED_LIMITS
-    found = int(picoseconds.min()) * FULL_SPEED // picoseconds.astype(np.int64)
-    stepped = np.clip(found, speeds - limits.step, speeds + limits.step)
-    rounded = (stepped + limits.grain // 2) // limits.grain * limits.grain
-    changed = np.maximum(rounded, limits.least)
-    clear = np.where(speeds == FULL_SPEED, limits.leave_full, speeds // limits.band)
-    kept = np.where(abs(found - speeds) > clear, changed, speeds)
-    near_full = np.minimum(found, stepped) >= FULL_SPEED - limits.near_full
-    values = np.where(near_full, FULL_SPEED, kept)
-    scaled: NDArray[np.int64] = values * FULL_SPEED // values.max()
-    return scaled
+        return full_speeds(picoseconds.size)
+    times = picoseconds.astype(np.int64)
+    parts = np.maximum((2 * SPEED_PARTS * times.min() + times) // (2 * times), LEAST_PARTS)
+    parts[parts >= EQUAL_PARTS] = SPEED_PARTS
+    speeds: NDArray[np.int64] = parts * (FULL_SPEED // SPEED_PARTS)
+    return speeds

@@ -13,19 +13,15 @@ from numpy.typing import NDArray
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["StreamTables", "stream_chunks"]
+__all__ = ["Reach", "stream_chunks"]
 
 
-class StreamTables(NamedTuple):
-    """Where everything lies; all int64, addresses as mapped by this rank."""
+class Reach(NamedTuple):
+    """How a rank reaches the slots of its domain; addresses as mapped by this rank."""
 
-    master_addresses: NDArray[np.int64]  # (N,): this rank's N expert tensors
-    pool_addresses: NDArray[np.int64]  # (R,): the ranks' slot pools
-    region_offsets: NDArray[np.int64]  # (N,): bytes from the pool's start to a tensor's slots
-    expert_bytes: NDArray[np.int64]  # (N,): bytes of one expert in each tensor
-    chunks: NDArray[np.int64]  # (C, 3): tensor index, offset and size in bytes
-    flag_addresses: NDArray[np.int64]  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
-    max_chunks: int  # chunks of the largest layer
+    pools: NDArray[np.int64]  # (R,): the ranks' slot pools
+    flags: NDArray[np.int64]  # (R,): their chunk flags, (S, max_chunks) int64 each
+    max_chunks: int  # of the largest layer
 
 
 @compiled
@@ -41,7 +37,8 @@ def stream_chunks(
     parents: Any,
     slot_expert: Any,
     num_masters: int,
-    tables: StreamTables,
+    chunks: Any,
+    reach: Reach,
     rank: int,
     epoch: int,
     progress: Any,
@@ -49,11 +46,13 @@ def stream_chunks(
 ) -> bool:
     """Push and forward what this rank has to; False if a relayed chunk has still not arrived.
 
-    parents, slot_expert (R, S); progress (R, S) chunks already sent, zero at first. Call again
+    parents, slot_expert (R, S); chunks (C, 4): where each lies in the first master, bytes from a
+    pool's start to it in slot 0, bytes from one expert to the next, its size, all int64; progress
+    (R, S) chunks already sent, zero at first. Call again
     with the same progress after False; each call looks at most ``spins`` times at chunks that have
     not arrived.
     """
-    masters, pools, regions, expert_bytes, chunks, flags, max_chunks = tables
+    pools, flags, max_chunks = reach
     num_ranks, num_slots = slot_expert.shape
     for _ in range(spins):
         waiting = False
@@ -66,20 +65,17 @@ def stream_chunks(
             own = parent % num_slots
             while progress[target, slot] < chunks.shape[0]:
                 chunk = progress[target, slot]
-                tensor, offset, size = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
+                master, region = chunks[chunk, 0], chunks[chunk, 1]
+                stride, size = chunks[chunk, 2], chunks[chunk, 3]
                 if parent < 0:
-                    master = expert - rank * num_masters
-                    source = masters[tensor] + master * expert_bytes[tensor]
+                    source = master + (expert - rank * num_masters) * stride
                 else:
                     flag = flags[rank] + (own * max_chunks + chunk) * 8
                     if load_acquire(flag) < epoch:
                         waiting = True
                         break
-                    source = pools[rank] + regions[tensor]
-                    source += own * expert_bytes[tensor]
-                destination = pools[target] + regions[tensor]
-                destination += slot * expert_bytes[tensor]
-                copy_bytes(destination + offset, source + offset, size)
+                    source = pools[rank] + region + own * stride
+                copy_bytes(pools[target] + region + slot * stride, source, size)
                 store_release(flags[target] + (slot * max_chunks + chunk) * 8, epoch)
                 progress[target, slot] += 1
         if not waiting:

@@ -35,7 +35,7 @@ __all__ = ["main"]
 _SEEDS, _QUICK_SEEDS = 200, 2
 _TRIES, _QUICK_TRIES = 6, 2  # seeds for a mistake
 _QUICK_SCENARIOS = (
-    "two ranks", "relays", "a silent rank", "dispatch", "calibration",
+    "two ranks", "measured speeds", "relays", "a silent rank", "dispatch", "calibration",
     "nine slots", "many ids", "many chunks", "long chunks", "off and on",
 )  # fmt: skip
 

@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.status import new_status
 
 from tests.emulated_gpu.kernels.compiled import Change, Prepared, prepare
@@ -27,13 +26,14 @@ from tests.emulated_gpu.kernels.ranks import (
     Stream,
     Weights,
     connect_all,
+    measured_picoseconds,
     new_rank,
 )
 from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.cuda import balancer as balancer_module
+from ultraep_serve.balance.cuda import micro_batch
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.recording import PendingBatch
+from ultraep_serve.balance.cuda.recording import Page
 
 __all__ = ["Cluster", "Work"]
 
@@ -63,28 +63,31 @@ class _Gather:
 
 
 class _Side:
-    """``SideStream`` of one rank."""
+    """``SideStream`` of one rank's micro-batch."""
+
+    stream = None  # of torch; launches go to the one that is current
 
     def __init__(self, cluster: "Cluster", rank: Rank) -> None:
         self._cluster, self._rank = cluster, rank
-        self._stream, self._has_forked = Stream(), False
+        self._engine, self._side, self._has_forked = rank.stream, Stream(), False
 
-    def launch(self, launches: Launches, action: Callable[[], object]) -> None:
+    def __enter__(self) -> None:
         self._cluster.take_launches()
-        engine, self._has_forked = self._rank.stream, True
+        self._has_forked = True
         if self._cluster.forgets != "fork":
-            self._stream.last |= engine.last
-        self._rank.stream = self._stream
-        launches.make(action)
+            self._side.last |= self._engine.last
+        self._rank.stream = self._side
+
+    def __exit__(self, *_: object) -> None:
         self._cluster.take_launches()
-        self._rank.stream = engine
+        self._rank.stream = self._engine
 
     def join(self) -> None:
         self._cluster.take_launches()
         if self._has_forked:
             self._has_forked = False
             if self._cluster.forgets != "join":
-                self._rank.stream.last |= self._stream.last
+                self._engine.last |= self._side.last
 
 
 class Cluster:
@@ -132,18 +135,18 @@ class Cluster:
     @contextmanager
     def driven(self) -> Iterator[None]:
         """Inside, what hosts launch is written down instead of done."""
-        copy, send = torch.Tensor.copy_, PendingBatch.send
+        copy, send = torch.Tensor.copy_, Page.send
         is_done = property(lambda page: id(page) in self._ended)
 
         def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
             return self._copy(target, source) if non_blocking else copy(target, source)
 
-        def sent(page: PendingBatch) -> None:
+        def sent(page: Page) -> None:
             send(page)
             self._ended.discard(id(page))
             self._later.append(lambda: self._ended.add(id(page)))
 
-        def waited(page: PendingBatch) -> None:
+        def waited(page: Page) -> None:
             assert not page.used, "a host would wait for its device"
 
         with ExitStack() as stack:
@@ -151,9 +154,9 @@ class Cluster:
             self._seen = 0
             for patch in (
                 mock.patch.object(torch.Tensor, "copy_", copied),
-                mock.patch.object(PendingBatch, "is_done", is_done),
-                mock.patch.object(PendingBatch, "send", sent),
-                mock.patch.object(PendingBatch, "wait", waited),
+                mock.patch.object(Page, "is_done", is_done),
+                mock.patch.object(Page, "send", sent),
+                mock.patch.object(Page, "wait", waited),
             ):
                 stack.enter_context(patch)
             yield
@@ -292,9 +295,9 @@ class Cluster:
     def _make_balancer(self, rank: Rank) -> None:
         policies: Any = rank.recorder if rank.number == 0 else None
         recorder: Any = rank.recorder
-        side = _Side(self, rank)
-        with mock.patch.object(balancer_module, "side_stream", return_value=side):
+        with mock.patch.object(micro_batch, "SideStream", side_effect=lambda _: _Side(self, rank)):
             rank.balancer = DeviceBalancer(rank.setup, rank.layers, rank.fabric, policies, recorder)
+        rank.balancer._choice._own_time.picoseconds = measured_picoseconds(rank.number)
 
     def _register_mapped(self) -> None:
         """Memory that the driver has mapped, some of it several times."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import ultraep_kernels.device
 from triton.language import standard
-from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device.stream import _await_slot
 
 from tests.emulated_gpu.kernels.compiled import Change, Rewrite, rewritten
@@ -101,18 +100,12 @@ MISTAKES = (
     Mistake(
         "slots read too early", _at("barrier", "_finish_slots", "", _PLAN), scenario="many slots"
     ),
-    Mistake("speeds overwritten while they are read", _at("barrier", "_choose_kernel")),
     Mistake("goes on after a wait given up", _at("trap", "stop"), scenario="a silent rank"),
-    # more than one block, more than one batch
+    # more than one block
     Mistake(
         "slot acquired by its first block of flags only",
         rewrite=Rewrite(_await_slot, _ACQUIRES, f"if start == 0: {_ACQUIRES}"),
         scenario="many chunks",
-    ),
-    Mistake(
-        "a batch off because the one before was",
-        rewrite=Rewrite(is_off, "(begins == 0) & ", ""),
-        scenario="off and on",
     ),
     # streams
     Mistake("experts do not wait for the side stream", forgets="join"),

@@ -9,7 +9,6 @@ pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 import torch
 import triton.language as tl
-from ultraep_kernels.device.plan import new_plan_buffers, plan
 from ultraep_kernels.device.status import new_status
 
 from tests.emulated_gpu.kernels.compiled import inline_assembly, prepare
@@ -17,7 +16,7 @@ from tests.emulated_gpu.kernels.machine import Machine, Options
 from tests.emulated_gpu.kernels.mistakes import MISTAKES
 from tests.emulated_gpu.kernels.scenarios import SCENARIOS, play
 from tests.support.ids import zipf_loads
-from tests.support.kernel_checks import require_same_plan
+from tests.support.kernel_checks import plan, require_same_plan
 from tests.support.offline import recorded_launches
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -31,9 +30,8 @@ def test_plans_for_72_ranks_are_those_of_a_cpu(num_experts: int) -> None:
     """No power of two; with as many attempts as in a server."""
     shape = ExpertShape(72, num_experts, 2)
     loads = zipf_loads(shape, 0.9, 2, assignments=65536)
-    buffers = new_plan_buffers(72, num_experts, 2, "cpu")
     with recorded_launches() as launches:
-        found = plan(torch.from_numpy(loads).int(), 2, 3, new_status("cpu"), buffers=buffers)
+        found = plan(torch.from_numpy(loads).int(), 2, 3, new_status("cpu"))
     prepared, machine = prepare(launches[0]), Machine(1, Options(seed=1, resident=200))
     with closing(machine):
         for start, size in {(each.data_ptr(), each.nbytes) for each in prepared.tensors}:

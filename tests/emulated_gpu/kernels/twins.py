@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.emulated_gpu.kernels.ranks import Weights
+from tests.emulated_gpu.kernels.ranks import Weights, measured_picoseconds
 from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -87,7 +87,9 @@ class Twins:
             wait_slots=lambda *_: None,
         )
         recorder: Any = self._recorders[rank]
-        return HostBalancer(setup, layers, fabric, None if rank else recorder, recorder)
+        balancer = HostBalancer(setup, layers, fabric, None if rank else recorder, recorder)
+        balancer._own_time.picoseconds = measured_picoseconds(rank)
+        return balancer
 
     def _exchange(self, rank: int, row: Any) -> Any:
         self._rows[rank] = row

@@ -8,10 +8,11 @@ from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
-from ultraep_kernels.device.plan import plan
+from ultraep_kernels.device.count import Count
+from ultraep_kernels.device.plan import Given, Planner, Rows, Sender, plan_sizes
 from ultraep_kernels.device.relays import has_relays
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer, DeviceSamples
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
@@ -21,6 +22,7 @@ from ultraep_serve.balance.rendezvous import GatherRendezvous, Rendezvous, Socke
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
 __all__ = ["LEFT_FREE", "DeviceBackend", "StopNotice", "num_programs"]
@@ -104,7 +106,7 @@ class DeviceBackend:
 
     def make_balancer(
         self,
-        policies: PolicySource | None,
+        policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
         samples: DeviceSamples | None = None,
@@ -124,17 +126,21 @@ class DeviceBackend:
         shape, device, fabric = self.setup.shape, self._device, self.fabric
         row = torch.zeros(fabric.limits.row_width, dtype=torch.int32, device=device)
         loads = torch.from_numpy(probe_loads(shape)).int().to(device)
-        slots, status = shape.num_replica_slots, fabric.status
-        domain_size = self.setup.location.domain_size
+        no_ids = torch.zeros(0, dtype=torch.int32, device=device)
+        sizes = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
+        planner = Planner(
+            plan_sizes(*sizes, self.setup.location.domain_size),
+            Given(Rows.of(loads), fabric.status),
+            Sender(source=0),
+        )
+        counted = Count(shape.num_logical_experts, device)
         return Probes(
             seconds=lambda action: device_seconds(device, action),
             exchange=lambda: replayed_seconds(device, lambda: fabric.exchange(row)),
             send_expert=lambda: replayed_seconds(device, self._sender(layer)),
-            plan=lambda: replayed_seconds(
-                device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
-            ),
+            plan=lambda: replayed_seconds(device, lambda: planner(no_ids, no_ids, counted)),
             gather=fabric.gathered,
-            bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 2].max()),
+            bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 3].max()),
             rows_per_master=_ROWS_PER_MASTER,
         )
 
@@ -146,13 +152,14 @@ class DeviceBackend:
         shape = self.setup.shape
         if not shape.num_replica_slots:
             return lambda: [tensor[0].copy_(tensor[0].clone()) for tensor in layer.tensors]
-        tables = self.fabric.tables(layer)
         slot_expert = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
         ranks = np.arange(shape.num_ranks).reshape(-1, self.setup.location.domain_size)
         slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
         on_device = torch.from_numpy(slot_expert).to(self._device)
         sends = self.fabric.sends(on_device, shape.num_masters, "never")
-        return lambda: self.fabric.stream(tables, on_device, shape.num_masters, sends)
+        stream = self.fabric.stream(on_device, shape.num_masters, sends)
+        chunks = self.fabric.chunks(layer)
+        return lambda: stream.send(chunks)
 
 
 @dataclass

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from ultraep_kernels.contract import Choice
 
-from ultraep_serve.balance.backend import PolicySource
 from ultraep_serve.balance.cuda.driver import host_words
-from ultraep_serve.balance.cuda.recording import PendingBatch
+from ultraep_serve.balance.cuda.recording import Page
 from ultraep_serve.balance.speeds import OwnTime
-from ultraep_serve.types import Decision
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.types import Decision, Policy
 
 __all__ = ["Expectations", "OwnChoice"]
 
@@ -27,7 +27,7 @@ class OwnChoice:
 
     def __init__(
         self,
-        policies: PolicySource | None,
+        policies: ControlPage | None,
         own_time: OwnTime,
         device: torch.device,
     ) -> None:
@@ -40,12 +40,8 @@ class OwnChoice:
 
     def write(self) -> None:
         """Write down what holds now."""
-        time = min(self._own_time.picoseconds, _LARGEST)
-        if self._policies is None:
-            self._words[:] = Choice(time=time)
-            return
-        policy = self._policies.policy
-        self._words[:] = Choice(policy.code, self._policies.speeds.code, time)
+        policy = Policy.OFF if self._policies is None else self._policies.policy
+        self._words[:] = Choice(policy.code, min(self._own_time.picoseconds, _LARGEST))
 
     def send(self) -> None:
         """Copy to the device, in stream order, what is written down by then."""
@@ -59,12 +55,22 @@ class Expectations:
         self.left_alone: set[tuple[int, int]] = set()  # layers and micro-batches
         self.rests = False  # whether its policy is off, so that only its first layer exchanges
 
-    def learn(self, batch: PendingBatch) -> None:
+    def learn(self, batch: Page) -> None:
         """Take the outcome of the batch before last; without layers nothing is known of it."""
         decisions = batch.values[:, 0].tolist()
         self.rests = _OFF in decisions
-        for pending, decision in zip(batch.layers, decisions, strict=True):
+        for row, decision in zip(batch.rows, decisions, strict=True):
             if decision in _STAYED:
-                self.left_alone.add((pending.layer, pending.micro_batch))
+                self.left_alone.add((row.layer, row.micro_batch))
             elif decision != _OFF:
-                self.left_alone.discard((pending.layer, pending.micro_batch))
+                self.left_alone.discard((row.layer, row.micro_batch))
+
+    def leave_alone(self, layer: int, micro_batch: int) -> bool:
+        """Whether the device is expected to copy nothing for the layer.
+
+        Then one launch plans and does all that may follow. Where it turns out otherwise that is all
+        done, but experts are sent before dispatch, not beside it. Ranks must expect the same: one
+        whose experts come before its dispatch waits for others' side streams, which their own
+        dispatch, waiting for it, should not keep from running.
+        """
+        return self.rests or (layer, micro_batch) in self.left_alone

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.plan import Copies
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
+from ultraep_kernels.device.stream import Programs, Reach, Stream, StreamSizes
 
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
@@ -63,7 +62,7 @@ class Limits:
 class DeviceFabric:
     """Exchange between all ranks, and streaming between those of one domain.
 
-    The host never waits in ``exchange`` and ``stream``: they launch.
+    The host never waits in ``exchange`` and for what streams do: they launch.
     """
 
     def __init__(
@@ -97,8 +96,9 @@ class DeviceFabric:
             self.processes = dict(zip(self.domain, mapped.processes, strict=True))  # 0: unseen
             self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
             flags = [address + inbox for address in mapped.signals]
-            self._flags = self._group_table(flags)  # (R,)
-            self._pools = self._group_table(mapped.pools)  # (R,)
+            pools = self._group_table(mapped.pools)
+            most, waits = limits.max_chunks, (self.status, self.reported)
+            self.reach = Reach(pools, self._group_table(flags), most, *waits)
             self._undo = undo.pop_all()
 
     @property
@@ -106,19 +106,14 @@ class DeviceFabric:
         """Whether rows are gathered by the engine's own collective as well."""
         return self._all_gather_rows is not None
 
-    def tables(self, layer: LayerSlots) -> StreamTables:
-        """Return where a layer's tensors lie; make it once, since kernels and graphs keep it."""
+    def chunks(self, layer: LayerSlots) -> torch.Tensor:
+        """Return a layer's chunks as launches take them, (1 + 4 * C,) int64: how many, then these.
+
+        Make it once, since kernels and graphs keep it.
+        """
         assert layer.chunks.shape[0] <= self.limits.max_chunks, "more chunks than flags"
-        return StreamTables(
-            master_addresses=self._table(layer.master_addresses.tolist()),
-            pool_addresses=self._pools,
-            region_offsets=self._table(layer.region_offsets.tolist()),
-            expert_bytes=self._table(layer.expert_bytes.tolist()),
-            chunks=torch.from_numpy(layer.chunks).to(self._driver.device),
-            flag_addresses=self._flags,
-            max_chunks=self.limits.max_chunks,
-            num_chunks=layer.chunks.shape[0],
-        )
+        words = np.concatenate([[len(layer.chunks)], layer.chunks.reshape(-1)])
+        return torch.from_numpy(words).to(self._driver.device)
 
     @property
     def inboxes(self) -> Inboxes:
@@ -158,51 +153,29 @@ class DeviceFabric:
         self.require_peers()
         return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(values.dtype)
 
-    def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
-        """What this rank sends for ``slot_expert`` (R, S); ``relay`` is ``auto``, ``always`` or
-        ``never``."""
-        return plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
-
     def stream(
         self,
-        layer: StreamTables,
         slot_expert: torch.Tensor,
         num_masters: int,
         sends: Sends,
-        epoch: torch.Tensor | None = None,
-    ) -> None:
-        """Push this rank's masters, and forward what it relays and soon has; waits for nobody.
+        beside: torch.Stream | None = None,
+    ) -> Stream:
+        """What copies experts by a plan, whose ``slot_expert`` (R, S) and ``sends`` are given.
 
-        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. ``epoch`` (1,) int64
-        where the next exchange may overtake this.
+        Masters are sent in the stream ``beside``.
         """
-        epoch = self.epoch if epoch is None else epoch
-        launched = layer, self.rank, epoch, self.status, self.limits.programs
-        stream(sends, slot_expert, num_masters, *launched)
+        num_ranks, num_slots = slot_expert.shape
+        sizes = StreamSizes(num_ranks, num_masters, num_slots, self.limits.programs)
+        return Stream(sends, slot_expert, self.rank, self.reach, sizes, beside)
 
-    def receive(
-        self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, sends: Sends
-    ) -> None:
-        """Hold the stream until this rank's slots have arrived, if the plan is followed.
+    def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
+        """What this rank sends for ``slot_expert`` (R, S), planned or not, in this epoch.
 
-        ``sends`` is of the plan, its decision and epoch too. What ``stream`` did not forward is
-        forwarded. Where a wait was given up, the status is written to ``reported``, and all that
-        this process has the device do ends.
+        ``relay`` is ``auto``, ``always`` or ``never``.
         """
-        launched = layer, self.rank, sends.epoch, self.status, self.limits.programs
-        receive(
-            sends,
-            slot_expert,
-            num_masters,
-            *launched,
-            decision=sends.decision,
-            reported=self.reported,
-            patience_ns=self.patience_ns,
-        )
-
-    def copies(self, layer: StreamTables) -> Copies:
-        """What a plan's launch needs to do itself what ``stream`` and ``receive`` would."""
-        return Copies(layer, self.patience_ns, self.limits.programs, self.reported)
+        sends = plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
+        sends.epoch.copy_(self.epoch[:1])
+        return sends
 
     def wait_at_least(self, seconds: float) -> None:
         """Lengthen later waits, where other ranks may have kernels to compile first.

@@ -11,7 +11,7 @@ from ultraep_kernels.host.exchange import contradictions
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer, HostSamples
 from ultraep_serve.balance.host.fabric import HostFabric
@@ -20,6 +20,7 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
 __all__ = ["HostBackend"]
@@ -85,7 +86,7 @@ class HostBackend:
 
     def make_balancer(
         self,
-        policies: PolicySource | None,
+        policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
         samples: HostSamples | None = None,
@@ -130,7 +131,7 @@ class HostBackend:
             send_expert=lambda: _best(copy_one_expert),
             plan=lambda: _best(lambda: plan_quota(loads, context, 0)),
             gather=lambda values: fabric.exchange(values.view(np.int64)).view(np.float64),
-            bytes_before_relay=int(layer.chunks[:, 2].max()),
+            bytes_before_relay=int(layer.chunks[:, 3].max()),
         )
 
 

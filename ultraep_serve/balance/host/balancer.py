@@ -6,23 +6,25 @@ combine run on unchanged.
 """
 
 import logging
+import time
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, POLICY, SPEEDS, TIME, Choice
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, POLICY, TIME, Choice
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import contradictions, write_row
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
+from ultraep_kernels.host.speeds import measured_speeds
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, marking_failure
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
-from ultraep_serve.balance.speeds import HostClock, RankSpeeds
+from ultraep_serve.balance.records import Records
+from ultraep_serve.balance.speeds import OwnTime, fixed_speeds
 from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,
@@ -33,9 +35,9 @@ from ultraep_serve.costs.model import (
 )
 from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
-from ultraep_serve.types import Decision, Plan, Policy, SpeedSource, Stage, TokenView
+from ultraep_serve.types import Decision, IntArray, Outcome, Plan, Policy, Stage, TokenView
 
 __all__ = ["HostBalancer", "HostSamples"]
 
@@ -75,7 +77,7 @@ class HostBalancer:
         setup: GroupSetup,
         layers: list[LayerSlots],
         fabric: HostFabric,
-        policies: PolicySource | None,
+        policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
         samples: HostSamples | None = None,
@@ -94,19 +96,23 @@ class HostBalancer:
         self._policies = policies
         self._recorder = recorder
         self._costs, self._samples = costs, samples
-        self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape, costs)
+        self._own_time = OwnTime(costs, shape.num_masters)
+        self._fixed_speeds = fixed_speeds(setup.config.speeds, shape.num_ranks)
+        if self._fixed_speeds is not None:
+            self._context = replace(self._context, speeds=self._fixed_speeds)
+        expert_bytes = [layer.bytes_per_expert for layer in layers]
+        self._records = Records(setup, expert_bytes, recorder, self._own_time)
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
         )
         slots = shape.num_ranks, shape.num_slots
         self._no_slots = np.full(slots, -1, np.int32), np.zeros(slots, np.int32)
         self._batch = 0
+        self._choice = Choice()  # what this rank says in the batch
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
         self._max_imbalance = round(setup.config.max_imbalance * _MILLION)
-        self._time = 0  # of an assignment, in picoseconds, that this rank publishes
-        self._warned = False
-        self._routed: _Routed | None = None  # what `computed` will record
-        self._clock = HostClock()  # of its experts
+        self._routed: _Routed | None = None  # the layer that the engine computes
+        self._computed: list[_Routed] = []  # of the batch, not recorded yet
 
     @marking_failure
     def route(
@@ -121,10 +127,11 @@ class HostBalancer:
         assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
-            self._recorder.write_kept()  # of the batch before, which speeds learn from
+            self._record_batch()  # one whose last layer did not come
             self._batch += 1
+            policy = Policy.OFF if self._policies is None else self._policies.policy
+            self._choice = Choice(policy.code, self._own_time.picoseconds)
             self._batch_policy = None
-            self._time = self._speeds.end_batch()
         if batch_tokens < self._config.min_batch_tokens:
             return self._skip(first, Decision.SMALL, topk_ids)
         if not first and self._batch_policy is Policy.OFF:
@@ -145,24 +152,29 @@ class HostBalancer:
         watch.lap(Stage.REPLICATE)
         physical = self._reroute(layer, topk_ids, plan, decision, loads)
         watch.lap(Stage.REROUTE)
-        place = LayerPlace(self._batch, layer, batch_tokens)
-        policy, ids = self._batch_policy or Policy.OFF, (topk_ids, physical, load)
-        self._routed = _Routed(place, policy, decision, loads, plan, sent, watch, ids)
+        ids, policy = (topk_ids, physical, load), self._batch_policy or Policy.OFF
+        outcome = decision, policy.code, sent, loads, plan, self._context.speeds
+        self._routed = _Routed(layer, batch_tokens, *outcome, watch, ids)
         return physical
 
     @marking_failure
-    def receive(self, micro_batch: int = 0) -> HostClock:
+    def receive(self, micro_batch: int = 0) -> None:
         """Return when this rank's slots have arrived, of the layer that was routed last."""
-        if self._routed is not None:
-            layer, plan, watch = self._routed.place.layer, self._routed.plan, self._routed.watch
-            watch.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
-            self._wait_slots(layer, plan)
-            watch.lap(Stage.WAIT)
+        routed = self._routed
+        if routed is not None:
+            routed.watch.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
+            if routed.plan is not None:
+                self._fabric.wait_slots(self._layers[routed.layer], routed.plan.slot_expert)
+            routed.watch.lap(Stage.WAIT)
             if self._samples is not None:
-                self._samples.check_routed(*self._routed.ids)
-                watch.leave_out()
-        self._clock = HostClock()
-        return self._clock
+                self._samples.check_routed(*routed.ids)
+                routed.watch.leave_out()
+            routed.experts_ns = -time.perf_counter_ns()
+
+    def experts_done(self, micro_batch: int = 0) -> None:
+        """Take note that the engine has computed the layer's experts."""
+        if self._routed is not None:
+            self._routed.experts_ns += time.perf_counter_ns()
 
     @property
     def is_waiting(self) -> bool:
@@ -170,15 +182,17 @@ class HostBalancer:
 
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
-        """Record the layer that was routed last, which the engine has computed."""
-        if self._routed is not None:
-            self._routed.watch.lap(Stage.COMPUTE)
-            is_last = self._routed.place.layer == len(self._layers) - 1
-            make = partial(self._record, self._routed, self._clock.nanoseconds)
-            self._recorder.record_later(make, ends_batch=is_last)
-            self._routed = None
-            if self._samples is not None:
-                self._samples.check_computed()
+        """Keep what came of the layer that was routed last; the batch's last has all recorded."""
+        routed, self._routed = self._routed, None
+        if routed is None:
+            return
+        routed.watch.lap(Stage.COMPUTE)
+        self._computed.append(routed)
+        self._recorder.progress += 1
+        if self._samples is not None:
+            self._samples.check_computed()
+        if routed.layer == len(self._layers) - 1:
+            self._record_batch()
 
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
@@ -200,7 +214,7 @@ class HostBalancer:
         """
         has_load = self._view is TokenView.OWN
         doubt = self._samples is not None and self._samples.is_in_doubt
-        rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load, doubt))
+        rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, doubt))
         if self._batch_policy is None:
             self._agree(rows)
         doubt, unknown_ids, differ = contradictions(rows)
@@ -224,24 +238,15 @@ class HostBalancer:
                 self._policies = None  # which is off
                 logger.error("ultraep: off until the engine is restarted: %s", error)
 
-    def _choice(self) -> Choice:
-        """What this rank says at the first layer of a batch."""
-        if self._batch_policy is not None:
-            return Choice()
-        if self._policies is None:
-            return Choice(time=self._time)
-        return Choice(self._policies.policy.code, self._policies.speeds.code, self._time)
-
     def _agree(self, rows: NDArray[np.int64]) -> None:
         """Settle what holds for this batch, from all ranks' rows (R, W) of its first layer."""
         self._batch_policy = list(Policy)[int(rows[0, POLICY])]
-        self._speeds.begin_batch(rows[:, TIME], list(SpeedSource)[int(rows[0, SPEEDS])])
-        self._context = replace(self._context, speeds=self._speeds.values)
+        if self._fixed_speeds is None:
+            self._context = replace(self._context, speeds=measured_speeds(rows[:, TIME]))
 
     def _plan(self, loads: NDArray[np.int64], inconsistent: bool) -> tuple[Decision, Plan | None]:
         """Decide what to do with these loads; there is a plan where the decision is PLANNED."""
         if inconsistent:
-            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
             return Decision.INCONSISTENT, None
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
@@ -267,7 +272,7 @@ class HostBalancer:
         return saved_picoseconds(before, after, self._context.shape, transfer, self._costs) > 0
 
     def _replicate(self, layer: int, plan: Plan | None) -> int:
-        """Push and relay this rank's part; returns bytes sent."""
+        """Push and relay this rank's part; returns how many experts."""
         if plan is None:
             return 0
         masters = self._context.shape.num_masters
@@ -275,7 +280,7 @@ class HostBalancer:
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, masters)
         sent, _ = experts_moved(plan.slot_expert, masters, parents)
-        return sent[self._fabric.rank] * slots.bytes_per_expert
+        return sent[self._fabric.rank]
 
     def _reroute(
         self,
@@ -300,53 +305,44 @@ class HostBalancer:
             self._samples.cannot_reroute(layer)
             return self.identity(topk_ids)
 
-    def _wait_slots(self, layer: int, plan: Plan | None) -> None:
-        if plan is not None:
-            self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
-
-    def _record(self, routed: "_Routed", experts_ns: int) -> LayerRecord:
-        """The record of a layer, from which speeds learn too."""
-        outcome = self._outcome(routed)
-        self._speeds.add_layer(experts_ns, outcome.load_after)
-        return LayerRecord.of(
-            routed.place,
-            outcome,
-            routed.loads[self._fabric.rank],
-            rank=self._fabric.rank,
-            expert_bytes=self._layers[routed.place.layer].bytes_per_expert,
-            bytes_sent=routed.sent,
-            stage_ns=routed.watch.nanoseconds,
-            experts_ns=experts_ns,
+    def _record_batch(self) -> None:
+        """Record what has been computed of the batch, in one go."""
+        done, self._computed = self._computed, []
+        if not done:
+            return
+        slots = [self._no_slots if each.plan is None else _slots_of(each.plan) for each in done]
+        found = Outcome(
+            decision=np.array([each.decision for each in done]),
+            policy=np.array([each.policy for each in done]),
+            sent=np.array([each.sent for each in done]),
+            expert_load=np.stack([each.loads.sum(axis=0) for each in done]),
+            own_load=np.stack([each.loads[self._source_rank] for each in done]),
+            slot_expert=np.stack([experts for experts, _ in slots]),
+            slot_load=np.stack([loads for _, loads in slots]),
+            speed=np.stack([each.speed for each in done]),
         )
-
-    def _outcome(self, routed: "_Routed") -> LayerOutcome:
-        slot_expert, slot_load = self._no_slots
-        if routed.plan is not None:
-            slot_expert, slot_load = routed.plan.slot_expert, routed.plan.slot_load
-        return LayerOutcome(
-            decision=routed.decision,
-            policy=routed.policy,
-            expert_load=routed.loads.sum(axis=0),
-            speed=self._context.speeds,
-            slot_expert=slot_expert,
-            slot_load=slot_load,
-        )
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning("%s", text)
+        layers, tokens = [each.layer for each in done], [each.tokens for each in done]
+        stage_ns = np.array([each.watch.nanoseconds for each in done])
+        experts_ns = [max(0, each.experts_ns) for each in done]
+        self._records.write(self._batch, layers, tokens, found, stage_ns, experts_ns)
 
 
-@dataclass(frozen=True)
+def _slots_of(plan: Plan) -> tuple[IntArray, IntArray]:
+    return plan.slot_expert, plan.slot_load
+
+
+@dataclass
 class _Routed:
     """A layer between ``route`` and its record."""
 
-    place: LayerPlace
-    policy: Policy
+    layer: int
+    tokens: int
     decision: Decision
+    policy: int  # its code
+    sent: int  # experts that this rank sent
     loads: NDArray[np.int64]  # (R, E)
     plan: Plan | None
-    sent: int  # bytes that this rank sent
+    speed: NDArray[np.int64]  # (R,) that was planned with
     watch: Stopwatch
     ids: tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]  # logical, physical; load (E,)
+    experts_ns: int = 0  # that they took; below 0 while they run

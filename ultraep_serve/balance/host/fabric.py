@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
-from ultraep_kernels.host.stream import StreamTables, stream_chunks
+from ultraep_kernels.host.stream import Reach, stream_chunks
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
@@ -132,15 +132,7 @@ class HostFabric:
         ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
         """
         progress = np.zeros(slot_expert.shape, dtype=np.int64)
-        tables = StreamTables(
-            layer.master_addresses,
-            self._pools,
-            layer.region_offsets,
-            layer.expert_bytes,
-            layer.chunks,
-            self._chunk_flags,
-            self._max_chunks,
-        )
+        reach = Reach(self._pools, self._chunk_flags, self._max_chunks)
 
         def push(spins: int) -> bool:
             return bool(
@@ -148,7 +140,8 @@ class HostFabric:
                     parents,
                     slot_expert,
                     num_masters,
-                    tables,
+                    layer.chunks,
+                    reach,
                     self.rank,
                     self.epoch,
                     progress,

@@ -1,9 +1,9 @@
 """Balancing as a stage of SGLang's own dispatch.
 
 A layer's dispatcher has hooks around ``dispatch`` and ``combine`` (``BaseDispatcher``). They call
-the balancer three times, in the order of the flow: ``route`` before dispatch, ``receive`` between
-dispatch and experts, ``computed`` behind combine. So no kernel computes with copies that have not
-arrived. Verified with 0.5.23.
+the balancer in the order of the flow: ``route`` before dispatch, ``receive`` between dispatch and
+experts, ``experts_done`` before combine, ``computed`` behind it. So no kernel computes with copies
+that have not arrived. Verified with 0.5.23.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.balance.cuda.recording import is_capturing
-from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.engines.common.group import Flow as CommonFlow
 from ultraep_serve.engines.common.weights import ExpertWeights
 
@@ -85,7 +84,7 @@ def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -
     stage, dispatcher = _Stage(weights, layer, flow), weights.layer.dispatcher
     dispatcher.register_pre_dispatch_hook(stage.route)
     dispatcher.register_post_dispatch_hook(stage.receive)
-    dispatcher.register_pre_combine_hook(stage.end_experts)
+    dispatcher.register_pre_combine_hook(stage.experts_done)
     dispatcher.register_post_combine_hook(stage.computed)
     flow.not_routed.add(layer)
 
@@ -95,7 +94,6 @@ class _Stage:
 
     def __init__(self, weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -> None:
         self._weights, self._layer, self._flow = weights, layer, flow
-        self._clock: ExpertClock | None = None
 
     def route(
         self, _: BaseDispatcher, hidden_states: torch.Tensor, topk_output: Any
@@ -121,12 +119,11 @@ class _Stage:
         """Have copies arrive, and SGLang's kernel find them in the layer."""
         self._weights.show_slots()
         if self._flow.balancer is not None:
-            self._clock = self._flow.balancer.receive()
+            self._flow.balancer.receive()
 
-    def end_experts(self, _: BaseDispatcher, __: Any) -> None:
-        if self._clock is not None:
-            self._clock.stop()
-            self._clock = None
+    def experts_done(self, _: BaseDispatcher, __: Any) -> None:
+        if self._flow.balancer is not None:
+            self._flow.balancer.experts_done()
         self._weights.masters_alone()
 
     def computed(self, _: BaseDispatcher, __: torch.Tensor) -> None:

@@ -3,9 +3,9 @@
 vLLM's kernel of a layer has a stage around its experts (``FusedMoEPrepareAndFinalizeModular``):
 ``prepare`` dispatches tokens, ``finalize`` combines what experts gave. ``BalancedStage`` wraps the
 stage that a kernel has, whichever that is, and calls the balancer in the order of the flow:
-``route`` before dispatch, ``receive`` between dispatch and experts; ``computed`` follows behind
-combine, when the kernel is done (``kernel``). So no kernel computes with copies that have not
-arrived. Verified with 0.32 and 0.33.
+``route`` before dispatch, ``receive`` between dispatch and experts, ``experts_done`` before
+combine; ``computed`` follows when the kernel is done (``kernel``). So no kernel computes with
+copies that have not arrived. Verified with 0.32 and 0.33.
 """
 
 from typing import Any, TypeAlias
@@ -16,7 +16,6 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.balance.cuda.recording import is_capturing
-from ultraep_serve.balance.speeds import ExpertClock
 from ultraep_serve.engines.common.group import Flow as CommonFlow
 from ultraep_serve.types import TokenView
 
@@ -39,8 +38,13 @@ class Flow(CommonFlow):
         tokens = self._batch_tokens(ids)
         return self.balancer.route(layer, ids, tokens, dbo_current_ubatch_id()).to(ids.dtype)
 
-    def receive(self) -> ExpertClock | None:
-        return None if self.balancer is None else self.balancer.receive(dbo_current_ubatch_id())
+    def receive(self) -> None:
+        if self.balancer is not None:
+            self.balancer.receive(dbo_current_ubatch_id())
+
+    def experts_done(self) -> None:
+        if self.balancer is not None:
+            self.balancer.experts_done(dbo_current_ubatch_id())
 
     def computed(self) -> None:
         if self.balancer is not None:
@@ -69,7 +73,6 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         """``layer`` counts the model's MoE layers in the order they run."""
         self.wrapped = wrapped
         self._layer, self._flow = layer, flow
-        self._clocks: dict[int, ExpertClock | None] = {}  # of experts, by micro-batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["wrapped"], name)
@@ -110,7 +113,7 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
 
         A kernel that gets none takes those that its caller has, which are logical.
         """
-        self._clocks[dbo_current_ubatch_id()] = self._flow.receive()
+        self._flow.receive()
         *experts_input, sent_ids, sent_weights = prepared
         return (
             *experts_input,
@@ -120,18 +123,13 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
 
     def finalize(self, *args: Any, **named: Any) -> None:
         """Combine."""
-        self._stop_clock()
+        self._flow.experts_done()
         self.wrapped.finalize(*args, **named)
 
     def finalize_async(self, *args: Any, **named: Any) -> Any:
         """Do as ``finalize``, of which the receiver does the end."""
-        self._stop_clock()
+        self._flow.experts_done()
         return self.wrapped.finalize_async(*args, **named)
-
-    def _stop_clock(self) -> None:
-        clock = self._clocks.pop(dbo_current_ubatch_id(), None)
-        if clock is not None:
-            clock.stop()
 
     def supports_deferred_moe_finalize(self) -> bool:
         """Say no: nobody would say then that the layer has been computed."""
