@@ -311,12 +311,13 @@ class HostBalancer:
         if not done:
             return
         slots = [self._no_slots if each.plan is None else _slots_of(each.plan) for each in done]
+        loads = np.stack([each.loads for each in done])
         found = Outcome(
             decision=np.array([each.decision for each in done]),
             policy=np.array([each.policy for each in done]),
             sent=np.array([each.sent for each in done]),
-            expert_load=np.stack([each.loads.sum(axis=0) for each in done]),
-            own_load=np.stack([each.loads[self._source_rank] for each in done]),
+            expert_load=loads.sum(axis=1),
+            own_load=loads[:, self._source_rank],
             slot_expert=np.stack([experts for experts, _ in slots]),
             slot_load=np.stack([loads for _, loads in slots]),
             speed=np.stack([each.speed for each in done]),
