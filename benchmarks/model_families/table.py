@@ -181,6 +181,7 @@ FAMILIES: Mapping[str, Family] = {
         flags=_TEXT_ONLY,
     ),
     "OLMoE": Family("olmoe", Counts(8, 2, 3)),
+    "FlexOlmo": Family("flex_olmo", Counts(8, 2, 3)),
     "DeepSeek-V2": Family(
         "deepseek_v2",
         Counts(8, 2, 2),
@@ -232,6 +233,25 @@ FAMILIES: Mapping[str, Family] = {
         draft="model.layers",
     ),
     "Granite-MoE": Family("granitemoe", Counts(8, 2, 3), _LOCAL),
+    "Granite-MoE-Shared": Family(
+        "granitemoeshared",
+        Counts(8, 2, 3),
+        _LOCAL,
+        {"shared_intermediate_size": 64},
+    ),
+    "Granite-MoE-Hybrid": Family(
+        "granitemoehybrid",
+        Counts(8, 2, 4),
+        _LOCAL,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "attention"] * 2,
+            "shared_intermediate_size": 64,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_d_state": 32,
+        },
+    ),
     "Ernie-4.5-MoE": Family(
         "ernie4_5_moe",
         Counts(8, 2, 2),
@@ -319,6 +339,24 @@ FAMILIES: Mapping[str, Family] = {
         published={
             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 8, "moe_top_k": 2},
+        },
+    ),
+    "Solar-Open": Family(
+        "solar_open",
+        Counts(8, 2, 3),
+        _ROUTED,
+        {**_INNER, "n_shared_experts": 1},
+    ),
+    "Jamba": Family(
+        "jamba",
+        Counts(8, 2, 2),
+        config={
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_dt_rank": 8,
         },
     ),
     "LFM2-MoE": Family(
