@@ -23,7 +23,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 
 import torch  # noqa: E402
-from report import EMULATED, Report  # noqa: E402
+from report import EMULATED, HAS_VALUES, Report  # noqa: E402
 
 from tests.support.quantised import quantise  # noqa: E402
 from tests.support.serving_checks import PROMPTS  # noqa: E402
@@ -44,6 +44,7 @@ ON_GPU = {
     "gpu_memory_utilization": 0.2,
     "kv_cache_memory_bytes": 1 << 30,  # given, vLLM does not measure what others use beside it
     "max_num_batched_tokens": 4096,
+    "max_num_seqs": len(PROMPTS),
 }
 
 
@@ -134,7 +135,7 @@ def ask_as_rank(out: Path, model: str, run_path: Path, way: str, rank: int, rank
             settings |= {"enforce_eager": False, "compilation_config": GRAPHS}
     if ranks > 1:
         settings["tensor_parallel_size"] = 1
-    own = {"ultraep": {**SETTINGS, **(UNCHECKED if EMULATED else {}), "run_dir": str(run_path)}}
+    own = {"ultraep": {**SETTINGS, **({} if HAS_VALUES else UNCHECKED), "run_dir": str(run_path)}}
     engine = LLM(model, **settings, additional_config=own)
     greedy = SamplingParams(temperature=0, max_tokens=16)
 

@@ -134,8 +134,7 @@ def in_graph(
     at_home: torch.Tensor,
 ) -> NumberedIds:
     """Outputs by masters beside the copies, and with copies behind them, of a replayed graph."""
-    slots, epoch, status = balanced.slots, balanced.epoch, balanced.status
-    send = sender(bench, ranks, slots, balanced.sends, epoch, status)
+    send = sender(bench, ranks, balanced.slots, balanced.sends)
 
     def both() -> NumberedIds:
         if bench.plain:
@@ -153,8 +152,8 @@ def in_graph(
     ranks.empty_slots()
     ranks.flags.zero_()
     results = replay()
-    require_ok(status)
-    require_arrived(ranks, slots, epoch, status)
+    require_ok(ranks.reach.status)
+    require_arrived(ranks, balanced.slots, balanced.sends[0].epoch)
     return results
 
 

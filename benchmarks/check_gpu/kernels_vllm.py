@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.v1.worker.workspace import init_workspace_manager
 
 __all__ = ["kernels", "ready"]
@@ -39,6 +40,7 @@ _KEYS = {
 @contextmanager
 def ready(device: torch.device) -> Iterator[None]:
     """vLLM's settings and work space."""
+    load_general_plugins()  # as vLLM does wherever it runs
     config = VllmConfig()
     init_workspace_manager(device)
     with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=1):

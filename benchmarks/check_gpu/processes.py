@@ -116,6 +116,10 @@ def _engine(library: str, *script: str) -> Callable[[Path, bool, float], Command
     return make
 
 
+def _values(found: Path, dry_run: bool, _: float) -> Command:
+    return [sys.executable, str(ROOT / "tests" / "emulated_gpu" / "values.py"), str(found)], ""
+
+
 def _libraries(found: Path, dry_run: bool, _: float) -> Command:
     return ((), "libraries of a GPU") if dry_run else (_script("libraries.py", found), "")
 
@@ -141,3 +145,5 @@ PARTS = (
     Part("experts-sglang", 60, _experts("sglang")),
     Part("first-token", 150, _engine("vllm", "first_token.py")),
 )
+if "EMULATED_GPU_OPERATORS" in os.environ:  # where they compute what a GPU would
+    PARTS += (Part("values", 360, _values),)

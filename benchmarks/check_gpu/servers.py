@@ -25,7 +25,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
-from report import EMULATED, Report  # noqa: E402
+from report import EMULATED, HAS_VALUES, Report  # noqa: E402
 
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
@@ -46,6 +46,7 @@ FLAGS = {
         *("--tensor-parallel-size", "2", "--enable-expert-parallel", "--disable-custom-all-reduce"),
         *("--distributed-executor-backend", "mp", "--no-enable-prefix-caching"),
         *("--max-model-len", str(CONTEXT), "--max-num-batched-tokens", str(CONTEXT)),
+        *("--max-num-seqs", "16"),  # prompts
         *("--dtype", "bfloat16", "--kv-cache-memory-bytes", str(1 << 28)),
     ],
     "sglang": [
@@ -81,13 +82,13 @@ class GpuServer(BalancedServer):
         return ["env", f"PYTHONPATH={path}", *super()._command()]
 
     def kill_rank(self) -> None:
-        """The last one; the one that answers where no rank waits for others (emulated GPU)."""
+        """The last one."""
         # vLLM's engine would wait without end for another one to take its work
         title = RANK_TITLES[self._engine]
         children = psutil.Process(self.process_id).children(recursive=True)
         titles = {" ".join(each.cmdline()): each for each in children}
         ranks = [titles[name] for name in sorted(titles) if name.startswith(title)]
-        ranks[0 if EMULATED else -1].send_signal(signal.SIGKILL)
+        ranks[-1].send_signal(signal.SIGKILL)
 
 
 def main() -> None:
@@ -98,7 +99,7 @@ def main() -> None:
         model = make_model(Path(folder, "model"), spec)
         for way, flags in WAYS[engine].items():
             log = Path(folder, f"{way}.log")
-            given = [*FLAGS[engine], *flags, *(UNCHECKED if EMULATED else [])]
+            given = [*FLAGS[engine], *flags, *([] if HAS_VALUES else UNCHECKED)]
             report.run(f"{engine}, {way}", serve, engine, model, given, log)
     sys.exit(not report.all_passed)
 

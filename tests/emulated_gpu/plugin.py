@@ -1,8 +1,10 @@
-"""What is real on the emulated GPU: the kernels of this project, and ids for them to work on.
+"""What is real on the emulated GPU, in every process that imports torch.
 
-They are executed as Triton compiles them, by the machine in ``kernels``, so plans, rerouted ids,
-the bytes in slots and records are right, in every process that imports torch. An engine's own
-kernels do nothing, so its routers choose nobody: ids are made up here before they are balanced.
+The kernels of this project are executed as Triton compiles them, by the machine in ``kernels``, so
+plans, rerouted ids, the bytes in slots and records are right. Where ``EMULATED_GPU_OPERATORS``
+names a library, torch's operators, vLLM's and their Triton kernels have values too (``operators``,
+``references``). Without it they do nothing, so an engine's routers choose nobody, and ids are made
+up here before they are balanced.
 """
 
 import ctypes
@@ -12,24 +14,43 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-__all__ = ["execute_kernels", "play_routing"]
+__all__ = ["execute_kernels", "play_routing", "prepare_vllm"]
 
+_OPERATORS = "EMULATED_GPU_OPERATORS"
 _OURS = "ultraep_kernels"  # in the names of source files, which Triton puts into PTX
 _MOST_EXPERTS = 8  # that play a part; every model here has as many
 _kept: list[Any] = []  # that the library reads
 
 
 def execute_kernels() -> None:
-    """Entry point of torch: execute what Triton loads of this project."""
+    """Entry point of torch: execute what Triton loads of this project, and give torch values."""
     if "ULTRAEP_EMULATED_GPU" in os.environ:
         from triton import knobs
 
         knobs.runtime.kernel_load_end_hook = _execute
+    if _OPERATORS in os.environ:
+        from tests.emulated_gpu.operators.host import compute_torch
+        from tests.emulated_gpu.operators.interpreter import interpret_kernels
+
+        compute_torch()
+        interpret_kernels()
+
+
+def prepare_vllm() -> None:
+    """Entry point of vLLM: give its operators values, or make up what its routers choose."""
+    if _OPERATORS not in os.environ:
+        play_routing()
+        return
+    from tests.emulated_gpu.mistakes import make_mistakes
+    from tests.emulated_gpu.references.vllm import compute_vllm
+
+    compute_vllm()
+    make_mistakes()
 
 
 @cache  # plug-ins may be called again
 def play_routing() -> None:
-    """Entry point of engines: tokens choose experts by chance, some of them far more often."""
+    """Entry point of SGLang: tokens choose experts by chance, some of them far more often."""
     import torch
 
     from ultraep_serve.balance.cuda.balancer import DeviceBalancer
@@ -69,6 +90,6 @@ def _execute(module: int, function: int, name: str, files: dict[str, str], key: 
     numbers = [number for _, *place in parsed.parameters for number in place]
     parameters = (ctypes.c_int * len(numbers))(*numbers)
     _kept.append((kernel, kept, parameters))
-    ctypes.CDLL("libcuda.so.1").emulated_gpu_execute(
+    ctypes.CDLL("libcuda.so.1").gpu_execute(
         ctypes.c_void_p(function), ctypes.byref(kernel), parameters, len(parsed.parameters)
     )

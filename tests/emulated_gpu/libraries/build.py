@@ -12,17 +12,25 @@ __all__ = ["LIBRARIES", "build"]
 FOLDER = Path(__file__).resolve().parent
 HEADERS = ("nvidia/cu13", "triton/backends/nvidia")
 OPTIONS = "-c -fPIC -O2 -Wall -Werror -fno-strict-aliasing -fvisibility=hidden -march=native"
-VISIBLE = "#pragma GCC visibility push(default)\nint gpu_lacks(const char *);"
+VISIBLE = (
+    "#pragma GCC visibility push(default)\nint gpu_lacks(const char *), gpu_skips(const char *);"
+)
 # Of the driver and the runtime, what succeeds by doing nothing; other stubs say "not supported".
 DONE_BY_DOING_NOTHING = re.compile(
     r"""cu(da)?( Init | Ctx(SetLimit|SetCacheConfig|EnablePeerAccess)
     | DevicePrimaryCtx(Release|SetFlags) | Device(EnablePeerAccess|SetLimit)
     | MemSetAccess | Mem(Prefetch|Advise)\w* | MemPool(Set|Trim)\w*
-    | (Module|Library)Unload | (Func|Kernel)Set\w* | Launch(Cooperative)?Kernel\w*
+    | (Module|Library)Unload | (Func|Kernel)Set\w*
     | Stream(Destroy|WaitEvent|WriteValue|BatchMemOp)\w*
     | ThreadExchangeStreamCaptureMode | Graph(Upload|Destroy|DebugDot)\w*
     | TensorMapEncode\w* | Profiler\w* | PointerSetAttribute
     | MemcpyToSymbol\w* )(_v\d)? | __cuda\w+""",
+    re.VERBOSE,
+)
+# Of cuBLAS and NCCL; what else cuBLAS has computes, and is skipped, NCCL's collectives are lacking.
+HANDLES = re.compile(
+    r"""cublas\w*(Create|Destroy|Init|Set|Get|Logger|Shutdown|Xerbla|DisableCpu)\w*
+    | p?nccl(Comm(Destroy|Finalize|(Window)?(Register|Deregister))|RedOpDestroy)""",
     re.VERBOSE,
 )
 
@@ -35,7 +43,8 @@ class Library:
     sources: tuple[str, ...]
     names: str  # below site-packages: a library, or a header
     version: str = ""  # of its symbols
-    is_done: re.Pattern[str] = re.compile("")  # stubs that succeed
+    is_done: re.Pattern[str] = HANDLES  # stubs that succeed
+    otherwise: str = "gpu_lacks"  # what other stubs call, and return
 
 
 LIBRARIES = (  # in the order in which they are to be loaded
@@ -58,8 +67,15 @@ LIBRARIES = (  # in the order in which they are to be loaded
         ("blas_lt.c",),
         "nvidia/cu13/lib/libcublasLt.so.13",
         "libcublasLt.so.13",
+        otherwise="gpu_skips",
     ),
-    Library("libcublas.so.13", ("blas.c",), "nvidia/cu13/lib/libcublas.so.13", "libcublas.so.13"),
+    Library(
+        "libcublas.so.13",
+        ("blas.c",),
+        "nvidia/cu13/lib/libcublas.so.13",
+        "libcublas.so.13",
+        otherwise="gpu_skips",
+    ),
     Library("libnccl.so.2", ("collectives.c",), "nvidia/nccl/lib/libnccl.so.2", "NCCL_2"),
 )
 
@@ -104,9 +120,8 @@ def _build(library: Library, site: Path, target: Path) -> Path:
 
 
 def _stub(library: Library, name: str) -> str:
-    if library.is_done.fullmatch(name) or not library.is_done.pattern:
-        return f"int {name}(void) {{ return 0; }}"
-    return f'int gpu_lacks(const char *); int {name}(void) {{ return gpu_lacks("{name}"); }}'
+    result = "0" if library.is_done.fullmatch(name) else f'{library.otherwise}("{name}")'
+    return f"int {name}(void) {{ return {result}; }}"
 
 
 def _names(source: Path, included: list[str]) -> set[str]:

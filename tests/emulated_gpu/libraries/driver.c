@@ -53,7 +53,7 @@ API CUresult cuCtxGetStreamPriorityRange(int *least, int *most) {
     *least = 0;
     GIVE(most, -5);
 }
-API CUresult cuGetErrorName(CUresult error, const char **name) { GIVE(name, error ? "an error of the emulated GPU" : "success"); }
+API CUresult cuGetErrorName(CUresult error, const char **name) { GIVE(name, gpu_error_name(error)); }
 API CUresult cuGetErrorString(CUresult error, const char **text) { return cuGetErrorName(error, text); }
 
 /* Memory. */
@@ -196,6 +196,10 @@ API CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void
     return gpu_launch((Function *)function, c->gridDimX * c->gridDimY * c->gridDimZ, c->blockDimX * c->blockDimY * c->blockDimZ,
                            values);
 }
+API CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid, unsigned y, unsigned z, unsigned threads, unsigned u,
+                                       unsigned v, unsigned shared, CUstream stream, void **values) {
+    return gpu_launch((Function *)function, grid * y * z, threads * u * v, values);
+}
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument) { return gpu_call(function, argument), CUDA_SUCCESS; }
 
 /* Streams and events. */
@@ -233,6 +237,15 @@ API int gpu_lookup(const char *name, void **function) {
 }
 API int gpu_lacks(const char *name) {
     if (getenv("EMULATED_GPU_TRACE")) fprintf(stderr, "emulated GPU: %s is not supported\n", name);
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+API const char *gpu_error_name(int error) {
+    if (error == CUDA_ERROR_NOT_SUPPORTED) return "the emulated GPU has no values for what was called, or does not know it";
+    return error ? "an error of the emulated GPU" : "success";
+}
+API int gpu_skips(const char *name) {
+    if (!getenv("EMULATED_GPU_OPERATORS")) return CUDA_SUCCESS;
+    fprintf(stderr, "emulated GPU: nobody computes %s\n", name);
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 #undef cuGetProcAddress

@@ -1,0 +1,170 @@
+"""References against what they stand for: vLLM's own Triton kernels, interpreted, and torch."""
+
+from typing import Any
+
+import torch
+
+from tests.emulated_gpu.operators.interpreter import REFERENCES
+
+__all__ = ["check_attention", "check_experts", "check_marlin"]
+
+LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+PAGE, HEADS, KV_HEADS, HEAD = 16, 4, 2, 64
+LENGTHS, QUERIES = (37, 5, 64), (37, 1, 20)  # a prefill, a decode, and a chunk
+EXPERTS, TOKENS, HIDDEN, INNER, TOP_K = 4, 20, 64, 32, 2
+
+
+def check_attention() -> dict[str, Any]:
+    """FlashAttention 3 by its reference, vLLM's kernel by its reference and interpreted."""
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.ops import triton_unified_attention
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    errors = {}
+    for dtype in LARGEST_ERROR:
+        keys, values = (
+            [_random(n, KV_HEADS, HEAD, dtype=dtype, seed=seed + n) for n in LENGTHS]
+            for seed in (1, 1000)
+        )
+        queries = [_random(n, HEADS, HEAD, dtype=dtype, seed=2000 + n) for n in QUERIES]
+        expected = torch.cat([*map(_attention, queries, keys, values)])
+        pages = torch.arange(1, 13, dtype=torch.int32, device="cuda").view(3, 4)
+        caches = torch.zeros(2, 13, PAGE, KV_HEADS, HEAD, dtype=dtype, device="cuda").unbind()
+        one = torch.ones(1, device="cuda")
+        for number, length in enumerate(LENGTHS):
+            place = torch.arange(length, device="cuda")
+            slots = pages[number, place // PAGE].long() * PAGE + place % PAGE
+            new = keys[number].cuda(), values[number].cuda()
+            _custom_ops.reshape_and_cache_flash(*new, *caches, slots, "auto", one, one)
+        starts = torch.tensor([0, *QUERIES]).cumsum(0).int().cuda()
+        q, lengths = torch.cat(queries).cuda(), torch.tensor(LENGTHS, dtype=torch.int32).cuda()
+        most = {"max_seqlen_q": max(QUERIES), "max_seqlen_k": max(LENGTHS)}
+        given = most | {"cu_seqlens_q": starts, "seqused_k": lengths, "block_table": pages}
+        given |= {"causal": True, "softmax_scale": HEAD**-0.5, "window_size": [-1, -1]}
+        flash = flash_attn_varlen_func(q, *caches, **given, fa_version=3)
+        found = {"flash": flash}
+        for name, module in (
+            ("unified", triton_attn),
+            ("unified, interpreted", triton_unified_attention),
+        ):
+            found[name] = torch.empty_like(q)
+            none = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+            module.unified_attention(q, *caches, found[name], **given, softcap=0, **none)
+        for name, out in found.items():
+            errors[f"{name}, {dtype}"] = _error(out, expected, dtype)
+    return {"largest_errors": errors}
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """(Q, heads, head) float32 of one sequence, whose last query is at its last key."""
+    k, v = (x.float().repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for x in (k, v))
+    seen = torch.ones(len(q), k.shape[1], dtype=torch.bool).tril(k.shape[1] - len(q))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q.float().transpose(0, 1), k, v, seen).transpose(0, 1)
+
+
+def check_experts() -> dict[str, Any]:
+    """vLLM's expert kernel by its reference and interpreted, of which one rank has half."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    errors = {}
+    expert_map = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device="cuda")
+    for dtype in LARGEST_ERROR:
+        x = _random(TOKENS, HIDDEN, dtype=dtype, seed=1)
+        gate_up = _random(EXPERTS // 2, 2 * INNER, HIDDEN, dtype=dtype, seed=2)
+        down = _random(EXPERTS // 2, HIDDEN, INNER, dtype=dtype, seed=3)
+        scores = _random(TOKENS, EXPERTS, dtype=torch.float32, seed=4).softmax(-1)
+        weights, ids = scores.topk(TOP_K)
+        expected = torch.zeros(TOKENS, HIDDEN)
+        for expert in range(EXPERTS // 2):
+            gate, up = (x.float() @ gate_up[expert].float().T).chunk(2, dim=-1)
+            out = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
+            expected += out * (weights * (ids == expert)).sum(-1, keepdim=True)
+        on_gpu = (each.cuda() for each in (x, gate_up, down, weights, ids.int()))
+        given = {"expert_map": expert_map, "global_num_experts": EXPERTS}
+        arguments = [*on_gpu]
+        errors[f"reference, {dtype}"] = _error(fused_experts(*arguments, **given), expected, dtype)
+        reference = REFERENCES.pop("fused_moe_kernel")
+        try:
+            found = fused_experts(*arguments, **given)
+        finally:
+            REFERENCES["fused_moe_kernel"] = reference
+        errors[f"interpreted, {dtype}"] = _error(found, expected, dtype)
+    return {"largest_errors": errors}
+
+
+def check_marlin() -> dict[str, Any]:
+    """Products with weights in 4 bits that vLLM's own functions prepare, against dequantised ones.
+
+    Codes and scales are drawn, so nothing is rounded but the result.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+    from vllm.scalar_type import scalar_types
+
+    size_k, size_n, errors, dtype = 256, 128, {}, torch.bfloat16
+    x = _random(TOKENS, size_k, dtype=dtype, seed=1)
+    codes = torch.randint(0, 16, (size_k, size_n), generator=torch.Generator().manual_seed(2))
+    words = sum(codes[n::8].long() << 4 * n for n in range(8))
+    packed = torch.where(words >= 2**31, words - 2**32, words).int().cuda()
+    fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    fp4 = torch.cat([fp4, -fp4])[codes]
+    weight = _custom_ops.gptq_marlin_repack(packed, size_k, size_n, 4)
+    for name, group, kind, plain in (
+        ("int4", 128, scalar_types.uint4b8, codes.float() - 8),
+        ("mxfp4", 32, scalar_types.float4_e2m1f, fp4),
+        ("nvfp4", 16, scalar_types.float4_e2m1f, fp4),
+    ):
+        generator = torch.Generator().manual_seed(3)
+        powers = torch.randint(-3, 3, (size_k // group, size_n), generator=generator)
+        scales = 2.0**powers * (1 if name == "mxfp4" else 1.5)
+        prepared = marlin_utils.marlin_permute_scales(scales.to(dtype), size_k, size_n, group)
+        whole = torch.ones(1)
+        if name == "mxfp4":
+            prepared = marlin_utils_fp4.mxfp4_marlin_process_scales(prepared)
+        if name == "nvfp4":
+            prepared, factor = marlin_utils_fp4.nvfp4_marlin_process_scales(prepared, None, dtype)
+            whole = torch.tensor([0.25])
+            given = marlin_utils_fp4.nvfp4_marlin_process_global_scale(whole.to(dtype)) / factor
+        ids = torch.zeros(TOKENS, 1, dtype=torch.int32, device="cuda")
+        found = _custom_ops.moe_wna16_marlin_gemm(
+            x.cuda(),
+            None,
+            weight[None],
+            None,
+            prepared[None].cuda(),
+            None,
+            given.cuda() if name == "nvfp4" else None,
+            None,
+            torch.zeros(1, dtype=torch.int32, device="cuda"),
+            *moe_align_block_size(ids, 8, 1),
+            torch.ones(TOKENS, 1, device="cuda"),
+            moe_block_size=8,
+            top_k=1,
+            mul_topk_weights=False,
+            b_q_type=kind,
+            size_m=TOKENS,
+            size_n=size_n,
+            size_k=size_k,
+            use_atomic_add=False,
+            use_fp32_reduce=True,
+            is_zp_float=False,
+        )
+        expected = x.float() @ (plain * scales.repeat_interleave(group, 0) * whole)
+        errors[name] = _error(found, expected, dtype)
+    return {"largest_errors": errors}
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """Relative to the largest value. Raises RuntimeError where it is too large."""
+    error = float((found.cpu().float() - expected).abs().max() / expected.abs().max())
+    if not error <= LARGEST_ERROR[dtype]:
+        raise RuntimeError(f"an error of {error:.1e} in {dtype}")
+    return error
