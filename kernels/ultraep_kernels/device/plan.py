@@ -27,6 +27,10 @@ _MOST_REGISTERS = 192  # of a thread; left to itself the assembler keeps to 168,
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
 _BLOCK_FLAGS = 256  # looked at together
+_CHANGING = (
+    *("ids_ptr", "before_ptr", "out_ptr", "num_ids"),
+    *("outcome_ptr", "chunks_ptr", "patience_ns"),
+)
 
 
 class Rows(NamedTuple):
@@ -188,18 +192,15 @@ class Planner:
             programs = programs if sizes.all_slots else Programs(0, 0)
             self._num_copying = sum(programs) + max(1, sizes.all_slots)
             finishing = 1 + -(-sizes.num_experts // _EXPERTS_WRITTEN)
-            blocks = {"block": _BLOCK_WORDS, "block_flags": _BLOCK_FLAGS}
             copying = sizes._replace(num_finished=finishing)
             self._num_planning = copying.num_programs
-            streams = StreamSizes(*layout, programs, **blocks)
+            streams = StreamSizes(*layout, programs, block=_BLOCK_WORDS, block_flags=_BLOCK_FLAGS)
             self._plan_and_copy = self._launch(reach=reach, SIZES=copying, STREAMS=streams)
 
     def _launch(self, **others: Any) -> Launch:
         """A launch with ``others`` in place of some constants."""
         given = self._constants | others
-        names = "ids_ptr", "before_ptr", "out_ptr", "num_ids"
-        names += "outcome_ptr", "chunks_ptr", "patience_ns"
-        changing = tuple(name for name in names if name not in given)
+        changing = tuple(name for name in _CHANGING if name not in given)
         return Launch(plan_kernel, changing, given, num_warps=1, maxnreg=_MOST_REGISTERS)
 
     def __call__(

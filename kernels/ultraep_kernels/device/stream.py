@@ -296,13 +296,12 @@ class Stream:
         self._num_sending = programs.senders + programs.relays
         given = {"sends": sends, "slot_expert_ptr": slot_expert, "reach": reach, "rank": rank}
         given = given | {"SIZES": sizes}
-        options = {
-            "num_warps": _NUM_WARPS,
-            "maxnreg": _MOST_RELAYING if programs.relays else _MOST_REGISTERS,
-        }
-        self._stream = Launch(_stream_kernel, ("chunks_ptr",), given, stream=beside, **options)
+        warps, most = _NUM_WARPS, _MOST_RELAYING if programs.relays else _MOST_REGISTERS
+        self._stream = Launch(
+            _stream_kernel, ("chunks_ptr",), given, stream=beside, num_warps=warps, maxnreg=most
+        )
         changing = "chunks_ptr", "patience_ns"
-        self._receive = Launch(_receive_kernel, changing, given, **options)
+        self._receive = Launch(_receive_kernel, changing, given, num_warps=warps, maxnreg=most)
 
     def send(self, chunks: torch.Tensor) -> None:
         """Push this rank's masters of the layer with ``chunks``, and forward what soon is there.
