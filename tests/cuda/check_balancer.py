@@ -31,6 +31,7 @@ from tests.support.cases import cases
 from tests.support.hosts import engine_group
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.recording import Page
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
@@ -170,15 +171,19 @@ def test_experts_are_timed_in_the_stream_and_published() -> None:
     assert balancer._choice.asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // ids.numel()
 
 
+def run_batch(balancer: DeviceBalancer) -> None:
+    for layer in range(LAYERS):
+        balancer.route(layer, even(0), 100)
+        balancer.receive()
+        balancer.computed()
+
+
 def test_records_wait_for_the_device() -> None:
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder)
     with mock.patch.object(Page, "is_done", False):
         for _ in range(2):
-            for layer in range(LAYERS):
-                balancer.route(layer, even(0), 100)
-                balancer.receive()
-                balancer.computed()
+            run_batch(balancer)
             balancer.route(0, even(0), 1)  # a small batch in between is counted at once
     assert recorder.events == [Decision.SMALL] * 2
     balancer.computed()
@@ -194,9 +199,6 @@ def test_no_record_is_lost_where_the_host_has_not_come_by() -> None:
     where_it_must = lambda until=None: until and record(until)  # noqa: E731
     with mock.patch.object(balancer, "_record_what_is_done", where_it_must):
         for _ in range(4):
-            for layer in range(LAYERS):
-                balancer.route(layer, even(0), 100)
-                balancer.receive()
-                balancer.computed()
+            run_batch(balancer)
     found = [(event["batch"], event["layer"]) for event in recorder.events]
     assert found == [(batch, layer) for batch in (1, 2, 3) for layer in range(LAYERS)]

@@ -125,9 +125,9 @@ def _token_lines(check: Mapping[str, Any]) -> Text:
     ties, total, apart = check["ties"], check["prompts"], check["max_logprob_difference"]
     same = check["identical"] + ties
     words = f"{same} of {total} prompts give the same tokens with balancing on ({check['dtype']})"
-    said = [f"{ties} of them a tie"] if ties else []
-    if apart is not None:
-        said.append(f"log-probabilities differ by {apart:.1e} at most")
-    good = same == total and (apart or 0.0) <= ROUNDING
-    lines = [f"{'✔' if good else '✘'} {words}", *(["  " + "; ".join(said)] if said else [])]
-    return Text("\n".join(lines), style="bold green" if good else "bold red")
+    said = f"log-probabilities differ by {apart:.1e} at most"
+    if ties:
+        said = f"{ties} of them a tie; {said}"
+    good = same == total and apart <= ROUNDING
+    text = f"{'✔' if good else '✘'} {words}\n  {said}"
+    return Text(text, style="bold green" if good else "bold red")
