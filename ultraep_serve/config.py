@@ -146,9 +146,11 @@ class BalanceConfig(Settings):
         le=24 * 3600,
         description="a rank silent for longer ends the engine with an error",
     )
-    slot_memory: Literal["aliased", "per_layer"] = Field(
-        default="aliased",
-        description="aliased: one pool of slots for all layers; per_layer: one each",
+    slot_memory: Literal["auto", "per_layer", "shared"] = Field(
+        default="auto",
+        description="per_layer: each layer has slots of its own, on CPUs copies stay in them and "
+        "later batches are spared them; shared: all layers have the same; auto: per_layer on CPUs "
+        "where that takes at most 6 % of each rank's memory",
     )
     domain_size: int = Field(
         default=0,

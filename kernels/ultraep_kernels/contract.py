@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "AVERAGE_SHIFT",
     "CHECKSUM",
     "DOUBT",
     "EQUAL_PARTS",
     "FLAG_BYTES",
+    "FORGET",
     "FULL_SPEED",
     "GOLDEN_DENOMINATOR",
     "GOLDEN_NUMERATOR",
@@ -27,6 +29,7 @@ __all__ = [
     "POLICY",
     "SPEED_PARTS",
     "TIME",
+    "TURN",
     "UNKNOWN",
     "Choice",
     "Decision",
@@ -34,6 +37,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Policy",
+    "Prices",
     "Search",
     "Stage",
     "search_of",
@@ -83,7 +87,8 @@ class Stage(IntEnum):
 class Plan:
     """Where replicas go and how many assignments each rank computes."""
 
-    slot_expert: IntArray  # (R, S): logical expert in each slot, -1 empty
+    slot_expert: IntArray  # (R, S): logical expert that each slot computes, -1 none
+    copied: IntArray  # (R, S): the one that is copied into it in this batch, -1 none
     quota: IntArray  # (E, R): assignments of expert e that rank r computes
     share: IntArray  # (E, R): this source rank's part of the quota
 
@@ -109,7 +114,8 @@ class Outcome(NamedTuple):
     sent: NDArray[np.integer[Any]]  # (N,) experts that this rank sends, to replicas of all ranks
     expert_load: NDArray[np.integer[Any]]  # (N, E) assignments over all ranks
     own_load: NDArray[np.integer[Any]]  # (N, E) assignments of the rank whose tokens were planned
-    slot_expert: NDArray[np.integer[Any]]  # (N, R, S), -1 empty
+    slot_expert: NDArray[np.integer[Any]]  # (N, R, S) that each slot computes, -1 none
+    is_copied: NDArray[np.bool_]  # (N, R, S) whether an expert is copied into it in this batch
     slot_load: NDArray[np.integer[Any]]  # (N, R, S) assignments that each slot computes
     speed: NDArray[np.integer[Any]]  # (N, R) that was planned with
 
@@ -120,6 +126,7 @@ HEADER_WIDTH = 8  # words that have no name are reserved and 0
 POLICY = 0  # Policy.code that this rank would have
 UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
+FORGET = 3  # 1: experts of this rank may have changed, so copies of the layer that stayed may not
 TIME = 4  # what an assignment takes on this rank, in picoseconds; 0: not known
 DOUBT = 6  # 1: this rank has found something wrong since it last said so
 
@@ -150,6 +157,18 @@ GOLDEN_NUMERATOR, GOLDEN_DENOMINATOR = 618_034, 1_000_000
 MIN_RELAYED_REPLICAS = 4
 MAX_RELAYS = 8
 MIN_FAN_OUT_SAVED = 2  # where nothing is known of what a hop costs
+
+# What new copies are weighed by, where residents stay in a layer's slots.
+AVERAGE_SHIFT = 3  # of a layer's average load: a batch counts for an eighth
+TURN = 5  # of so many batches of a layer, one tries copies for those to come
+
+
+class Prices(NamedTuple):
+    """What a batch of a layer costs beside its busiest rank's time; both in 1/FULL_SPEED of that."""
+
+    copy: int = 0  # a copy more on the busiest link
+    least: int = 0  # computing takes no less: experts are read
+
 
 _GRAIN = 512
 _FIRST_WORK = 1 << 13  # visits spent on few replicas where the load can be balanced

@@ -92,10 +92,18 @@ def test_policies_and_impossible_ids_of_one_rank_reach_all_in_the_same_batch(
         assert Decision.POLICY_OFF not in decisions or len(decisions) == 1
 
 
-def test_slots_of_each_layer_apart(run_path: Path) -> None:
-    batches = make_batches(2, TokenView.SHARED)
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, None), (4, 2)])
+@pytest.mark.parametrize("view", VIEWS)
+def test_copies_stay_where_layers_have_slots_of_their_own_until_a_rank_has_all_forget_them(
+    run_path: Path, view: TokenView, num_ranks: int, domain_size: int | None
+) -> None:
+    batches = make_batches(num_ranks, view, domain_size=domain_size, relay="always")
+    policies = (*[Policy.QUOTA] * 3, Policy.OFF)
     config = batches.config.replace(slot_memory="per_layer")
-    assert run(run_path, replace(batches, config=config, relay="always")).counts()["planned"] >= 10
+    batches = replace(batches, config=config, policies=policies, bad_id_rate=0.01)
+    report = run(run_path, batches)
+    assert report.counts()["planned"] >= 10
+    assert report.kept >= 10
 
 
 @pytest.mark.parametrize("view", VIEWS)

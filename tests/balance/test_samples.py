@@ -44,7 +44,7 @@ def batches_until_off(server: SampledRank, fault: Fault, most: int) -> int:
 
 def serve_with_faults(rank: int, run_path: Path, view: TokenView) -> dict[str, Any]:
     """For each fault: batches until it is found, what found it, and what is in force then."""
-    server = SampledRank(rank, run_path, view, verify_every=1)
+    server = SampledRank(rank, run_path, view, verify_every=1, slot_memory="shared")
     server.serve(3)
     assert not server.page.is_in_doubt
     outcomes: dict[str, Any] = {"none": server.found()}
@@ -75,7 +75,7 @@ def test_every_fault_switches_all_ranks_off(run_path: Path, view: TokenView) -> 
 
 
 def serve_rarely_checked(rank: int, run_path: Path) -> tuple[int, dict[str, Any], Any]:
-    server = SampledRank(rank, run_path, TokenView.OWN, verify_every=7)
+    server = SampledRank(rank, run_path, TokenView.OWN, verify_every=7, slot_memory="shared")
     fault = FAULTS[0]
     batches = batches_until_off(server, fault, most=7)
     server.serve()
@@ -117,6 +117,26 @@ def test_samples_take_all_layers_in_turn(every: int, layers: int) -> None:
     assert set(with_answers[: 3 * layers]) == set(range(layers))
 
 
+def serve_with_stale_copies(rank: int, run_path: Path) -> tuple[bool, set[str], bool]:
+    """Whether copies stayed, what samples found when masters changed unseen, and in doubt after."""
+    server = SampledRank(rank, run_path, TokenView.OWN, verify_every=1)
+    server.serve(6)
+    stayed = not server.page.is_in_doubt and bool((server.state.balancer._residents[0].slot_expert >= 0).any())
+    for layer in server.layers:
+        layer[0][: SHAPE.num_masters] *= -1
+    dist.barrier()
+    server.serve(2)
+    found = server.found()
+    server.switch_on()
+    server.serve(3)
+    return stayed, found, server.page.is_in_doubt
+
+
+def test_copies_that_are_older_than_their_masters_are_found_and_forgotten(run_path: Path) -> None:
+    for outcome in run_ranks(serve_with_stale_copies, 3, run_path):
+        assert outcome == (True, {"slots"}, False)
+
+
 def serve_without_samples(rank: int, run_path: Path) -> int:
     server = SampledRank(rank, run_path, TokenView.OWN, verify_every=0)
     before = server.joined.balancer._fabric.epoch
@@ -133,6 +153,7 @@ def test_without_samples_nothing_is_exchanged_for_them(run_path: Path) -> None:
     "traffic",
     [
         Traffic(TokenView.SHARED, ExpertShape(2, 8, 2), torch.bfloat16, 150),
+        Traffic(TokenView.SHARED, ExpertShape(2, 8, 2), torch.bfloat16, 50, slot_memory="shared"),
         Traffic(TokenView.OWN, ExpertShape(4, 12, 1), torch.int8, 50, domain_size=2),
         Traffic(
             TokenView.SHARED, ExpertShape(2, 8, 2), torch.float16, 50, factor=500.0

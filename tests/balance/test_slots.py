@@ -66,7 +66,7 @@ def pool(driver: HostDriver, request: pytest.FixtureRequest) -> Iterator[SlotPoo
     assert made.slot_bytes == 0
 
 
-@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
+@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["shared", "per layer"])
 def test_slots_cost_what_is_beyond_the_masters(pool: SlotPool, driver: HostDriver) -> None:
     masters = 0
     for seed in range(3):
@@ -76,7 +76,7 @@ def test_slots_cost_what_is_beyond_the_masters(pool: SlotPool, driver: HostDrive
             assert pool.slot_bytes == driver.live_bytes - masters
 
 
-@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
+@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["shared", "per layer"])
 def test_masters_keep_their_bytes_and_start_aligned(pool: SlotPool) -> None:
     layers = [pool.adopt(tensors(seed)) for seed in range(3)]
     for alias in (alias for layer in layers for alias in layer.tensors):
@@ -111,7 +111,7 @@ def test_one_memory_lies_behind_every_layers_masters(pool: SlotPool, driver: Hos
             assert (alias[MASTERS].view(torch.uint8) == 0).all()
 
 
-@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["aliased", "per layer"])
+@pytest.mark.parametrize("pool", [False, True], indirect=True, ids=["shared", "per layer"])
 def test_other_ranks_write_where_chunks_say(pool: SlotPool, driver: HostDriver) -> None:
     """They map the regions one after another and write slot s at region + s * bytes."""
     layers = [pool.adopt(tensors(seed)) for seed in range(2)]

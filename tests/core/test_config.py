@@ -32,7 +32,7 @@ from ultraep_serve.types import Policy
         ("max_imbalance", 0.99),
         ("max_imbalance", float("nan")),
         ("on_unsupported", "warn"),
-        ("slot_memory", "shared"),
+        ("slot_memory", "aliased"),
         ("timeout_seconds", 0.0),
         ("policy", 1),
     ],
@@ -217,7 +217,7 @@ def test_a_mistake_is_named_by_its_flag() -> None:
     for words, message in (
         ("--max-imbalance 0.5", "--max-imbalance = 0.5 must be 1 to 1000000"),
         ("--slots many", "--slots = many must be a whole number, 0 to 64"),
-        ("--slot-memory x", "--slot-memory = x must be 'aliased' or 'per_layer'"),
+        ("--slot-memory x", "--slot-memory = x must be 'auto', 'per_layer' or 'shared'"),
         ("--speeds 2", "--speeds: '2' must be auto or equal"),
     ):
         with pytest.raises(ConfigError, match=message):

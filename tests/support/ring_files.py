@@ -68,6 +68,7 @@ def planned(batch: int, layer: Any = 0, **changes: Any) -> LayerRecord:
         "speed": FULL_SPEED,
         "slot_expert": -1,
         "slot_load": 0,
+        "is_copied": False,
         "expert_load": 0,
         "own_load": 0,
     } | {name: value for name, value in changes.items() if value is not None}

@@ -143,6 +143,7 @@ class SyntheticRun:
                 speed=speeds,
                 slot_expert=slots,
                 slot_load=slot_load,
+                is_copied=slots >= 0,
                 expert_load=loads.sum(axis=0),
                 own_load=loads[rank],
             )

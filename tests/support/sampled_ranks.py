@@ -139,6 +139,7 @@ class SampledRank:
             self.page.set_policy(policies[common.integers(len(policies))])
         if common.random() < 0.02:  # weights are loaded anew
             self.layers[int(common.integers(LAYERS))][0][: self.shape.num_masters] *= -1
+            self.joined.balancer.forget()
         tokens = sizes[self.rank if sources > 1 else 0]
         for layer in range(LAYERS):
             exponent = common.choice([0.0, 0.5, 1.0, 2.0, 5.0])
@@ -183,11 +184,17 @@ class Traffic:
     domain_size: int = 0  # ranks of each domain; 0: one domain
     seed: int = 0
     factor: float = 1.0  # of the first layer's weights
+    slot_memory: str = "per_layer"
 
 
 def serve_traffic(rank: int, run_path: Path, traffic: Traffic) -> tuple[tuple[int, ...], set[str]]:
     """Layers that were checked, by check; and checks that found something wrong."""
-    settings = {"verify_every": 1, "domain_size": traffic.domain_size, "self_check": "full"}
+    settings = {
+        "verify_every": 1,
+        "domain_size": traffic.domain_size,
+        "self_check": "full",
+        "slot_memory": traffic.slot_memory,
+    }
     own = SampledRank(
         rank, run_path, traffic.view, traffic.shape, traffic.dtype, traffic.factor, **settings
     )

@@ -2,8 +2,8 @@
 
 Every rank can make every rank's tokens, choices and weights from the seed, so it knows what each
 output must be; they take turns to compare a layer's. Slots are poisoned after each layer's
-computation: a kernel that reads a slot before its expert has arrived, or after it was overwritten,
-gives NaN.
+computation, where copies stay in them now and then, when the rank also says so: a kernel that reads
+a slot before its expert has arrived, or after it was overwritten, gives NaN.
 """
 
 import time
@@ -51,6 +51,7 @@ class RandomBatches:
     top_k: int = 2
     policies: tuple[Policy, ...] = (Policy.QUOTA,)  # rank 0 changes between them at random
     bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
+    forget_rate: float = 0.01  # of layers before which one rank's slots lose what has stayed
     pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
     seed: int = 0
@@ -74,6 +75,7 @@ class StressReport:
     plans: int = 0  # checksum of all slots and loads, the same on every rank
     strays: int = 0  # copies outside of their master's domain
     bytes_sent: int = 0
+    kept: int = 0  # replicas that computed, of an expert that had been copied in a batch before
     seconds: float = 0.0
 
     def counts(self) -> dict[str, int]:
@@ -104,6 +106,7 @@ class _Recorder(KeepsNothing):
         decision = Decision(record.decision)
         self._report.decisions.append((self.batch, int(record.layer), decision))
         self._report.bytes_sent += int(record.bytes_sent)
+        self._report.kept += int(((record.slot_expert >= 0) & ~record.is_copied).sum())
         if decision is Decision.FORCED:
             self.forced.add(int(record.layer))
         if decision is Decision.PLANNED:
@@ -171,8 +174,8 @@ class _Runner:
         domain_size = batches.domain_size or shape.num_ranks
         location = Location(rank, shape.num_ranks, domain_size, domain_size)
         self._weights = [model.weights(layer) for layer in range(model.num_layers)]
-        per_layer = batches.config.slot_memory == "per_layer"
-        pool = SlotPool(HostMemory(), shape.num_replica_slots, _CHUNK_BYTES, per_layer)
+        self._stay = batches.config.slot_memory == "per_layer"
+        pool = SlotPool(HostMemory(), shape.num_replica_slots, _CHUNK_BYTES, self._stay)
         self._layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
         for layer in self._layers:
             poison(layer.tensors, shape.num_masters)
@@ -234,6 +237,10 @@ class _Runner:
     ) -> torch.Tensor:
         """This rank's part of the layer's output (T_all, H)."""
         shape, tensors = self._shape, self._layers[layer].tensors
+        if self._stay and private.random() < self._batches.forget_rate:
+            for each in self._layers:
+                poison(each.tensors, shape.num_masters)
+            self._balancer.forget()
         own = self._own_rows(sizes)
         physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
         everyone = physical
@@ -245,7 +252,8 @@ class _Runner:
         first_id = self._rank * shape.num_local
         out = apply_experts(given.x, given.topk_weights, everyone, tensors, first_id)
         self._balancer.computed()
-        poison(tensors, shape.num_masters)
+        if not self._stay:
+            poison(tensors, shape.num_masters)
         return out
 
     def _own_rows(self, sizes: NDArray[np.int64]) -> slice:

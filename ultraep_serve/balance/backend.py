@@ -186,6 +186,9 @@ class LayerBalancer(Protocol):
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
 
+    def forget(self) -> None:
+        """Have all ranks copy anew what layers need: experts of this one may have changed."""
+
 
 class Backend(Protocol):
     """Makes a balancer. Its methods are called in the order in which they stand here."""

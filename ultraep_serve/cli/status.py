@@ -113,6 +113,7 @@ def status_view(found: ServerStatus) -> RenderableType:
         figures.add_row("by time", _time_imbalance(document))
     figures.add_row("time", _savings(document["savings"]))
     figures.add_row("moved", f"{document['bytes_moved'] / _MIB:,.1f} MiB of expert weights")
+    figures.add_row("copies", _copies(document["replicas"]))
     figures.add_row("proof", _proof(document))
     title = Text(about, style="bold")
     where = Text(found.where, style="dim")
@@ -166,6 +167,12 @@ def _imbalance(document: Mapping[str, Any]) -> Text:
     worst = f" (worst {before['max']:.2f} -> {after['max']:.2f}; "
     line.append(f"{worst}floor {document['floor']:.2f}; 1.00 is perfect)", style="none")
     return line
+
+
+def _copies(replicas: Mapping[str, Any]) -> str:
+    if replicas["mean"] is None:
+        return ""
+    return f"{replicas['mean']:.1f} of experts in a layer, {replicas['new']:.1f} of them new"
 
 
 def _speeds_differ(document: Mapping[str, Any]) -> bool:

@@ -83,8 +83,8 @@ def stages_of(backend: DeviceBackend) -> Stages:
         counted(on_device)
         plan(on_device, physical, count)
         found = plan.found
-        on_host = [part.cpu().numpy() for part in (found.slot_expert, found.quota, found.share)]
-        return Plan(*on_host), physical.cpu()
+        parts = found.slot_expert, found.slot_expert, found.quota, found.share
+        return Plan(*(part.cpu().numpy() for part in parts)), physical.cpu()
 
     def replicate(layer: int, slot_expert: IntArray, by_relays: bool) -> None:
         slots = torch.from_numpy(slot_expert).to(device)

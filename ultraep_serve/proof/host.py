@@ -169,6 +169,7 @@ def _found(
     ranks, experts = loads.shape
     if plan is None:
         empty = np.zeros((experts, ranks), np.int32)
-        plan = Plan(np.full((ranks, setup.shape.num_slots), -1, np.int32), empty, empty)
+        none = np.full((ranks, setup.shape.num_slots), -1, np.int32)
+        plan = Plan(none, none, empty, empty)
     parts = (plan.slot_expert, plan.quota, plan.share, loads.sum(axis=0))
     return Found(torch.tensor(decision.value), *map(torch.from_numpy, parts))

@@ -126,10 +126,12 @@ class ImbalanceSnapshot(Answer):
 
 
 class ReplicaCount(Answer):
-    """Replicas placed per layer and batch, over all ranks."""
+    """Replicas that compute, per layer and batch, over all ranks."""
 
     mean: float | None
     max: int | None
+    new: float | None
+    """Mean of those that were copied in the batch; the others stayed from batches before."""
 
 
 class BatchesCount(Answer):
@@ -289,7 +291,9 @@ class BatchSnapshot(Answer):
     time_imbalance: ImbalanceSnapshot
     """Of assignments over speeds; the same where ranks are equally fast."""
     replicas: int
-    """Replicas placed, over all layers and ranks."""
+    """Replicas that compute, over all layers and ranks."""
+    new_replicas: int
+    """Those that were copied in the batch."""
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
     avoided_seconds: float

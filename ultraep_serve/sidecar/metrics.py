@@ -124,7 +124,8 @@ def _of_run(held: Held) -> Iterator[Metric]:
         ((decision_names(decision), header.layers[decision]) for decision in Decision),
         *labels,
     )
-    yield _counter("replicas", "Replicas of experts placed, over all ranks.", header.replicas)
+    yield _counter("replicas", "Replicas that computed, over all ranks.", header.replicas)
+    yield _counter("copied_experts", "Experts copied to replicas, over all ranks.", header.copied)
     yield InfoMetricFamily(
         "ultraep_policy",
         "The policy in force, the engine and how its ranks share the work.",

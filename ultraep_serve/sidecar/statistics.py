@@ -126,13 +126,15 @@ def _batches(header: RingHeader) -> BatchesCount:
 
 
 def _figures(rows: Rows) -> WindowFigures:
-    replicas = rows["replicas"]
-    mean, most = (float(replicas.mean()), int(replicas.max())) if len(rows) else (None, None)
+    count = ReplicaCount(mean=None, max=None, new=None)
+    if len(rows):
+        replicas, new = rows["replicas"], np.count_nonzero(rows["is_copied"]) / len(rows)
+        count = ReplicaCount(mean=float(replicas.mean()), max=int(replicas.max()), new=new)
     return WindowFigures(
         imbalance=_imbalance(rows),
         time_imbalance=_imbalance(rows, "time_"),
         floor=mean_floor(rows),
-        replicas=ReplicaCount(mean=mean, max=most),
+        replicas=count,
         bytes_moved=int(rows["bytes_sent"].sum()),
     )
 
@@ -275,8 +277,8 @@ def _plan(rows: Rows, num_masters: int) -> LayerPlan:
 
 
 def _replicas(row: Mapping[str, Any], num_masters: int) -> list[Replica]:
-    experts, loads = row["slot_expert"], row["slot_load"]
-    filled = (experts >= 0).sum(axis=1)
+    experts, loads, is_copied = row["slot_expert"], row["slot_load"], row["is_copied"]
+    expert_bytes = row["bytes_received"] // np.maximum(is_copied.sum(axis=1), 1)
     return [
         Replica(
             expert=int(experts[rank, slot]),
@@ -284,7 +286,7 @@ def _replicas(row: Mapping[str, Any], num_masters: int) -> list[Replica]:
             rank=rank,
             slot=slot,
             assignments=int(loads[rank, slot]),
-            bytes=int(row["bytes_received"][rank]) // int(filled[rank]),
+            bytes=int(expert_bytes[rank] * is_copied[rank, slot]),
         )
         for rank, slot in np.argwhere(experts >= 0).tolist()
     ]
@@ -362,6 +364,7 @@ def _batch(number: int, rows: Rows) -> BatchSnapshot:
         imbalance=_imbalance(rows),
         time_imbalance=_imbalance(rows, "time_"),
         replicas=int(rows["replicas"].sum(dtype=np.int64)),
+        new_replicas=np.count_nonzero(rows["is_copied"]),
         bytes_moved=int(rows["bytes_sent"].sum()),
         avoided_seconds=float(rows["avoided"].sum()),
     )

@@ -32,7 +32,7 @@ _MAX_BYTES = 64 << 20  # of the rows of a pipeline stage
 IMBALANCES = ("before", "after", "time_before", "time_after")
 _SHARED = (
     "batch", "time_ns", "layer", "tokens", "replicas", "decision", "policy", "load_before",
-    "load_after", "speed", "slot_expert", "slot_load", "expert_load",
+    "load_after", "speed", "slot_expert", "is_copied", "slot_load", "expert_load",
 )  # fmt: skip
 _OWN = ("bytes_sent", "bytes_received", "stage_ns")  # of every rank
 # The policy considered the loads; those of other decisions never reached the planner.

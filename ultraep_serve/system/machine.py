@@ -13,6 +13,7 @@ __all__ = [
     "available_memory",
     "has_amx",
     "is_here",
+    "total_memory",
     "why_not_listen",
 ]
 
@@ -38,16 +39,26 @@ def available_memory(
 
     By the machine, and by the limit of every control group that it is in, a container's among them.
     """
-    found = [_free_on_machine(meminfo), *map(_free_in_group, _own_control_groups(control_groups))]
+    groups = filter(None, map(_limit_of_group, _own_control_groups(control_groups)))
+    found = [_on_machine(meminfo, "MemAvailable"), *(free for _, free in groups)]
     return min((free for free in found if free is not None), default=None)
 
 
-def _free_on_machine(meminfo: Path) -> int | None:
+def total_memory(
+    meminfo: Path = Path("/proc/meminfo"), control_groups: Path = _CONTROL_GROUPS
+) -> int | None:
+    """Bytes that all processes here may take together, as ``available_memory``."""
+    groups = filter(None, map(_limit_of_group, _own_control_groups(control_groups)))
+    found = [_on_machine(meminfo, "MemTotal"), *(most for most, _ in groups)]
+    return min((most for most in found if most is not None), default=None)
+
+
+def _on_machine(meminfo: Path, name: str) -> int | None:
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return int(found[0]) * 1024 if found else None
 
 
@@ -63,8 +74,8 @@ def _own_control_groups(root: Path) -> Iterator[Path]:
                 yield from (top.joinpath(*parts[1:end]) for end in range(2, len(parts) + 1))
 
 
-def _free_in_group(group: Path) -> int | None:
-    """What is left of the group's limit; file caches that the kernel would drop count as free."""
+def _limit_of_group(group: Path) -> tuple[int, int] | None:
+    """The group's limit and what is left of it; file caches that would be dropped count as free."""
     for limit, use, cache in _MEMORY_FILES:
         # There is none, or its limit is "max".
         with suppress(OSError, ValueError):
@@ -74,7 +85,7 @@ def _free_in_group(group: Path) -> int | None:
             free = most - int((group / use).read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             counters = dict(line.split() for line in lines)
-            return max(0, free + int(counters.get(cache, 0)))
+            return most, max(0, free + int(counters.get(cache, 0)))
     return None
 
 

@@ -56,7 +56,7 @@ class LayerRecord(NamedTuple):
     experts_ns: Annotated[Any, "<u8"]  # that this rank's own experts took; 0: not measured
     layer: Annotated[Any, "<i4"]
     tokens: Annotated[Any, "<u4"]
-    replicas: Annotated[Any, "<u4"]  # on all ranks
+    replicas: Annotated[Any, "<u4"]  # that compute, on all ranks
     decision: Annotated[Any, "<u2"]  # Decision
     policy: Annotated[Any, "<u2"]  # Policy.code
     stage_ns: Annotated[Any, "<u8", "stages"]  # duration per Stage; 0: did not run
@@ -64,6 +64,7 @@ class LayerRecord(NamedTuple):
     load_after: Annotated[Any, "<i4", "ranks"]
     speed: Annotated[Any, "<i4", "ranks"]
     slot_expert: Annotated[Any, "<i4", "ranks", "slots"]
+    is_copied: Annotated[Any, "?", "ranks", "slots"]
     slot_load: Annotated[Any, "<i4", "ranks", "slots"]
     expert_load: Annotated[Any, "<i4", "experts"]
     own_load: Annotated[Any, "<i4", "experts"]  # of this rank's own tokens

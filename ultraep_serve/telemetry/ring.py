@@ -38,7 +38,7 @@ __all__ = [
     "parse_header",
 ]
 
-RING_VERSION = 11
+RING_VERSION = 12
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
@@ -128,6 +128,7 @@ _HEADER_FIELDS: list[Any] = [
     ("bytes_sent", "<u8"),
     ("bytes_received", "<u8"),
     ("replicas", "<u8"),
+    ("copied", "<u8"),
     ("stage_ns", "<u8", (len(Stage),)),
     ("verified_layers", *_BY_CHECK),  # layers of batches that were checked
     ("verification_failures", *_BY_CHECK),
@@ -191,6 +192,7 @@ class RingHeader:
     bytes_sent: int
     bytes_received: int
     replicas: int
+    copied: int
     stage_ns: tuple[int, ...]  # by Stage
     verified_layers: tuple[int, ...]  # by VerificationCheck
     verification_failures: tuple[int, ...]  # by VerificationCheck

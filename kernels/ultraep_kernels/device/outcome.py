@@ -72,6 +72,7 @@ def unpack_outcome(
         expert_load=values[:, loads:own],
         own_load=values[:, own:places],
         slot_expert=slots[:, 0],
+        is_copied=slots[:, 0] >= 0,
         slot_load=slots[:, 1],
         speed=values[:, _HEAD:loads],
     )

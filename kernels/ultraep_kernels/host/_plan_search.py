@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["busiest_time", "least_time", "place_replicas"]
+__all__ = [
+    "Placement",
+    "busiest_time",
+    "capacities",
+    "least_time",
+    "level",
+    "place_replicas",
+]
 
 Counts = NDArray[np.int64]
 
@@ -38,8 +45,8 @@ class _Domain(NamedTuple):
     expert_load: Counts  # (E,) assignments
 
 
-class _Placement(NamedTuple):
-    """What an attempt makes of it."""
+class Placement(NamedTuple):
+    """Where replicas are, and how the load is split."""
 
     rank_load: Counts  # (D,) assignments
     left: Counts  # (E,) assignments still on the master
@@ -123,7 +130,7 @@ def least_time(rank_load: Counts, speeds: Counts, domain_size: int) -> int:
         high = low + -(-members.size * FULL_SPEED // members.sum())
         while low < high:  # every rank may lack a part of an assignment
             middle = (low + high) // 2
-            if _capacities(middle, members).sum() < total:
+            if capacities(middle, members).sum() < total:
                 low = middle + 1
             else:
                 high = middle
@@ -141,7 +148,7 @@ def _search(
         Its (busiest rank's time, replicas sent by one rank, replicas).
     """
     num_masters = domain.expert_load.size // domain.rank_load.size
-    num_donors = (domain.rank_load > _capacities(goal, domain.speeds)).sum()
+    num_donors = (domain.rank_load > capacities(goal, domain.speeds)).sum()
     made = _empty_placement(domain, best_slots)
     best = (busiest_time(domain.rank_load, domain.speeds), 0, 0)
     gap = 0  # between the goal and what the first wave reached
@@ -195,15 +202,15 @@ def _save(
 
 
 @compiled
-def _empty_placement(domain: _Domain, slots: IntArray) -> _Placement:
+def _empty_placement(domain: _Domain, slots: IntArray) -> Placement:
     """Room for an attempt with as many ``slots`` (D, S)."""
     quotas = np.empty(slots.shape, np.int64)
-    return _Placement(domain.rank_load.copy(), domain.expert_load.copy(), slots.copy(), quotas)
+    return Placement(domain.rank_load.copy(), domain.expert_load.copy(), slots.copy(), quotas)
 
 
 @compiled
 def _attempt(
-    threshold: int, tight: bool, generous: bool, seed: int, domain: _Domain, made: _Placement
+    threshold: int, tight: bool, generous: bool, seed: int, domain: _Domain, made: Placement
 ) -> None:
     """One greedy pass over one domain.
 
@@ -221,7 +228,7 @@ def _attempt(
     slots[:] = -1
     quotas[:] = 0
     num_slots = slots.shape[1]
-    room = _capacities(threshold, speeds) - rank_load
+    room = capacities(threshold, speeds) - rank_load
     step = int(False)
     while True:
         donor = _pick_donor(room, seed, step)
@@ -235,7 +242,7 @@ def _attempt(
             if not generous:
                 return  # nobody takes what is above the threshold
             threshold = _time(rank_load[donor], speeds[donor])
-            room[:] = _capacities(threshold, speeds) - rank_load
+            room[:] = capacities(threshold, speeds) - rank_load
             continue
         slot = 0
         while slots[target, slot] >= 0:
@@ -254,35 +261,48 @@ def _attempt(
 
 
 @compiled
-def _relax(sweeps: int, speeds: Counts, made: _Placement) -> None:
-    """Level each copy's rank with its master's in turn; never raises the longer of their times."""
+def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
+    """Level an attempt's copies; never raises the busiest rank's time. Idle copies go."""
+    level(sweeps, int(False), speeds, made)
+    for rank in range(made.slots.shape[0]):
+        for slot in range(made.slots.shape[1]):
+            if made.quotas[rank, slot] == 0:
+                made.slots[rank, slot] = -1
+
+
+@compiled
+def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
+    """Level each copy's rank with its master's in turn; never raises the longer of their times.
+
+    Ends before all ``sweeps`` where the busiest rank is at the ``goal``, a time.
+    """
     rank_load, left, slots, quotas = made
     num_masters = left.size // rank_load.size
     for _ in range(sweeps):
+        if busiest_time(rank_load, speeds) <= goal:
+            return
         for rank in range(slots.shape[0]):
             for slot in range(slots.shape[1]):
                 expert = slots[rank, slot]
                 if expert < 0:
                     continue
                 master = expert // num_masters
-                both = speeds[master] + speeds[rank]
                 surplus = rank_load[master] * speeds[rank] - rank_load[rank] * speeds[master]
-                amount = min(surplus // both, left[expert])
+                most = left[expert] if surplus > 0 else quotas[rank, slot]
+                if most == 0:
+                    continue  # most are: a division takes longer than all the rest
+                amount = min(abs(surplus) // (speeds[master] + speeds[rank]), most)
                 if surplus < 0:
-                    amount = -min(-surplus // both, quotas[rank, slot])
+                    amount = -amount
                 quotas[rank, slot] += amount
                 left[expert] -= amount
                 rank_load[master] -= amount
                 rank_load[rank] += amount
-    for rank in range(slots.shape[0]):
-        for slot in range(slots.shape[1]):
-            if quotas[rank, slot] == 0:
-                slots[rank, slot] = -1
 
 
 @compiled
-def _capacities(time: int, speeds: Counts) -> Counts:
-    """(R,) assignments that ranks with ``speeds`` (R,) compute by ``time``."""
+def capacities(time: int, speeds: Counts) -> Counts:
+    """int64 (R,) assignments that ranks with ``speeds`` (R,) compute by ``time``."""
     return time * speeds // FULL_SPEED
 
 

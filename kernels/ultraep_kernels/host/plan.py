@@ -1,17 +1,19 @@
 """plan: loads (R, E) and speeds -> slot_expert, quota and one rank's share; the quota planner.
 
-``_plan_search`` finds where replicas go and what each computes, ``_plan_share`` splits that over
-source ranks. Twin: ``device.plan``.
+``_plan_search`` finds where replicas go and what each computes, ``_plan_residents`` does where
+those of batches before are there still, ``_plan_share`` splits that over source ranks. Twin, of
+plans without residents: ``device.plan``.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import Plan, search_of
+from ultraep_kernels.contract import IntArray, Plan, Prices, search_of
+from ultraep_kernels.host._plan_residents import keep_replicas
 from ultraep_kernels.host._plan_search import busiest_time, least_time, place_replicas
 from ultraep_kernels.host._plan_share import count_experts, split_quota
 
-__all__ = ["busiest_time", "identity_plan", "least_time", "plan"]
+__all__ = ["busiest_time", "identity_plan", "least_time", "plan", "plan_beside_residents"]
 
 _MOST_ASSIGNMENTS = np.iinfo(np.int32).max  # of one expert: a quota is int32
 
@@ -43,7 +45,32 @@ def plan(
         expert_load, speeds, num_replica_slots, domain_size, search
     )
     quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
-    return Plan(slot_expert=slot_expert, quota=quota, share=share)
+    return Plan(slot_expert, copied=slot_expert, quota=quota, share=share)
+
+
+def plan_beside_residents(
+    loads: NDArray[np.int64],
+    average: NDArray[np.int64],
+    residents: IntArray,
+    source_rank: int,
+    domain_size: int,
+    speeds: NDArray[np.int64],
+    prices: Prices,
+    is_turn: bool,
+) -> Plan:
+    """Plan one layer of one batch, where slots hold ``residents`` (R, S) from batches before.
+
+    Other arguments as ``_plan_residents.keep_replicas``; arguments and errors else as ``plan``.
+    """
+    num_ranks, num_experts = loads.shape
+    expert_load = _count(loads)
+    search = search_of(domain_size, num_experts // num_ranks)
+    held, slot_quota = keep_replicas(
+        expert_load, average, residents, speeds, domain_size, prices, is_turn, search
+    )
+    slot_expert = np.where(slot_quota > 0, held, np.int32(-1))
+    quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
+    return Plan(slot_expert, np.where(held != residents, held, np.int32(-1)), quota, share)
 
 
 def identity_plan(loads: NDArray[np.int64], num_replica_slots: int, source_rank: int) -> Plan:
@@ -51,7 +78,7 @@ def identity_plan(loads: NDArray[np.int64], num_replica_slots: int, source_rank:
     slot_expert = np.full((loads.shape[0], num_replica_slots), -1, np.int32)
     slot_quota = np.zeros(slot_expert.shape, np.int64)
     quota, share = split_quota(loads, _count(loads), slot_expert, slot_quota, source_rank)
-    return Plan(slot_expert=slot_expert, quota=quota, share=share)
+    return Plan(slot_expert, copied=slot_expert, quota=quota, share=share)
 
 
 def _count(loads: NDArray[np.int64]) -> NDArray[np.int64]:

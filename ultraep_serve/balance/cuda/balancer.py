@@ -225,6 +225,9 @@ class DeviceBalancer:
         """Expect others to answer within the timeout; before this they may be compiling."""
         self._fabric.wait_at_least(0)
 
+    def forget(self) -> None:
+        """Copies do not stay here."""
+
     def _begin(self, is_small: bool, is_captured: bool) -> None:
         """Begin a batch. Layers that one before has left open go to the host as they are.
 

@@ -35,6 +35,7 @@ from ultraep_serve.costs.model import (
 )
 from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
 from ultraep_serve.types import Decision, IntArray, Outcome, Plan, Policy, Stage, TokenView
@@ -43,7 +44,7 @@ __all__ = ["HostBalancer", "HostSamples"]
 
 logger = logging.getLogger(__name__)
 
-_ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a plan can move
+_ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a fresh plan can move
 _MILLION = 10**6
 
 
@@ -105,8 +106,13 @@ class HostBalancer:
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
         )
-        slots = shape.num_ranks, shape.num_slots
-        self._no_slots = np.full(slots, -1, np.int32), np.zeros(slots, np.int32)
+        nothing = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
+        self._no_slots = nothing, np.zeros_like(nothing), nothing
+        self._prices = prices_of(costs, shape)
+        self._residents: list[Residents] = []
+        if setup.config.slot_memory == "per_layer":
+            self._residents = [Residents(shape, layer) for layer in range(len(layers))]
+        self._forgets = set[int]()  # layers of which the others do not know yet that they should
         self._batch = 0
         self._choice = Choice()  # what this rank says in the batch
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
@@ -139,11 +145,11 @@ class HostBalancer:
         watch = Stopwatch()
         load, unknown = count(topk_ids, self._context.shape.num_logical_experts)
         watch.lap(Stage.COUNT)
-        loads, inconsistent = self._exchange(load, unknown)
+        loads, inconsistent = self._exchange(layer, load, unknown)
         watch.lap(Stage.EXCHANGE)
         if self._batch_policy is Policy.OFF:
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
-        decision, plan = self._plan(loads, inconsistent)
+        decision, plan = self._plan(layer, loads, inconsistent)
         watch.lap(Stage.PLAN)
         if self._samples and not self._samples.agree(layer, decision, plan, loads):
             decision, plan = Decision.INCONSISTENT, None
@@ -164,7 +170,7 @@ class HostBalancer:
         if routed is not None:
             routed.watch.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
             if routed.plan is not None:
-                self._fabric.wait_slots(self._layers[routed.layer], routed.plan.slot_expert)
+                self._fabric.wait_slots(self._layers[routed.layer], routed.plan.copied)
             routed.watch.lap(Stage.WAIT)
             if self._samples is not None:
                 self._samples.check_routed(*routed.ids)
@@ -197,6 +203,11 @@ class HostBalancer:
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
         self._fabric.wait_at_least(0)
+        self.forget()  # what was tried out was no traffic
+
+    def forget(self) -> None:
+        """Have all ranks copy anew what layers need: experts of this one may have changed."""
+        self._forgets.update(range(len(self._residents)))
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Send every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
@@ -207,19 +218,25 @@ class HostBalancer:
             self._recorder.count_batch(decision)
         return self.identity(topk_ids)
 
-    def _exchange(self, load: NDArray[np.int64], unknown: int) -> tuple[NDArray[np.int64], bool]:
+    def _exchange(
+        self, layer: int, load: NDArray[np.int64], unknown: int
+    ) -> tuple[NDArray[np.int64], bool]:
         """Loads (R, E) and whether ranks contradict each other; agrees on the batch's policy too.
 
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
         doubt = self._samples is not None and self._samples.is_in_doubt
-        rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, doubt))
+        told = doubt, layer in self._forgets
+        rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, *told))
         if self._batch_policy is None:
             self._agree(rows)
-        doubt, unknown_ids, differ = contradictions(rows)
+        doubt, unknown_ids, differ, forget = contradictions(rows)
         if doubt:
             self._switch_off()
+        if forget and self._residents:
+            self._residents[layer].forget()
+            self._forgets.discard(layer)
         if has_load:
             return rows[:, HEADER_WIDTH:], unknown_ids
         loads = np.zeros((self._context.shape.num_ranks, load.size), dtype=np.int64)
@@ -229,6 +246,8 @@ class HostBalancer:
     def _switch_off(self) -> None:
         """A rank is in doubt, as all know: the batch is off, and so are those that follow."""
         self._batch_policy = Policy.OFF
+        for residents in self._residents:
+            residents.forget()
         if self._samples is not None:
             self._samples.is_in_doubt = False
         if self._policies is not None:
@@ -244,7 +263,9 @@ class HostBalancer:
         if self._fixed_speeds is None:
             self._context = replace(self._context, speeds=measured_speeds(rows[:, TIME]))
 
-    def _plan(self, loads: NDArray[np.int64], inconsistent: bool) -> tuple[Decision, Plan | None]:
+    def _plan(
+        self, layer: int, loads: NDArray[np.int64], inconsistent: bool
+    ) -> tuple[Decision, Plan | None]:
         """Decide what to do with these loads; there is a plan where the decision is PLANNED."""
         if inconsistent:
             return Decision.INCONSISTENT, None
@@ -256,10 +277,15 @@ class HostBalancer:
         whole = int(load.sum()) * FULL_SPEED
         if before * int(context.speeds.sum()) * _MILLION <= self._max_imbalance * whole:
             return Decision.BALANCED, None
-        if not self._pays(before, context.least_time(load), _ONE_EXPERT):
+        if self._residents:
+            plan = self._residents[layer].plan(loads, context, self._source_rank, self._prices)
+            if (plan.copied >= 0).any():  # which may pay for themselves in batches to come only
+                return Decision.PLANNED, plan
+        elif self._pays(before, context.least_time(load), _ONE_EXPERT):
+            plan = plan_quota(loads, context, self._source_rank)
+        else:
             return Decision.UNPROFITABLE, None
-        plan = plan_quota(loads, context, self._source_rank)
-        transfer = transfer_of(plan.slot_expert, context.shape.num_masters)
+        transfer = transfer_of(plan.copied, context.shape.num_masters)
         after = context.busiest_time(plan.quota.sum(axis=0))
         if not self._pays(before, after, transfer):
             return Decision.UNPROFITABLE, None
@@ -276,10 +302,11 @@ class HostBalancer:
         if plan is None:
             return 0
         masters = self._context.shape.num_masters
-        parents = relay_parents(plan.slot_expert, masters, self._relay, least_saved(self._costs))
-        slots = self._layers[layer]
-        self._fabric.stream(slots, plan.slot_expert, parents, masters)
-        sent, _ = experts_moved(plan.slot_expert, masters, parents)
+        if self._residents:
+            self._residents[layer].take(plan)
+        parents = relay_parents(plan.copied, masters, self._relay, least_saved(self._costs))
+        self._fabric.stream(self._layers[layer], plan.copied, parents, masters)
+        sent, _ = experts_moved(plan.copied, masters, parents)
         return sent[self._fabric.rank]
 
     def _reroute(
@@ -311,6 +338,7 @@ class HostBalancer:
         if not done:
             return
         slots = [self._no_slots if each.plan is None else _slots_of(each.plan) for each in done]
+        held, loads_of_slots, copied = map(np.stack, zip(*slots, strict=True))
         loads = np.stack([each.loads for each in done])
         found = Outcome(
             decision=np.array([each.decision for each in done]),
@@ -318,8 +346,9 @@ class HostBalancer:
             sent=np.array([each.sent for each in done]),
             expert_load=loads.sum(axis=1),
             own_load=loads[:, self._source_rank],
-            slot_expert=np.stack([experts for experts, _ in slots]),
-            slot_load=np.stack([loads for _, loads in slots]),
+            slot_expert=held,
+            is_copied=copied >= 0,
+            slot_load=loads_of_slots,
             speed=np.stack([each.speed for each in done]),
         )
         layers, tokens = [each.layer for each in done], [each.tokens for each in done]
@@ -328,8 +357,8 @@ class HostBalancer:
         self._records.write(self._batch, layers, tokens, found, stage_ns, experts_ns)
 
 
-def _slots_of(plan: Plan) -> tuple[IntArray, IntArray]:
-    return plan.slot_expert, plan.slot_load
+def _slots_of(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
+    return plan.slot_expert, plan.slot_load, plan.copied
 
 
 @dataclass

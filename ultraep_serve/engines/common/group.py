@@ -34,7 +34,7 @@ from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.memory import require_memory
+from ultraep_serve.engines.common.memory import chosen_slot_memory, require_memory
 from ultraep_serve.engines.common.run import meet
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.engines.common.weights import ExpertWeights
@@ -282,7 +282,9 @@ class BalancedLayers:
         config = meet(config, location, own.group, own.pipeline)
         self._run_path = config.run_path
         config = _in_own_directory(config, own.pipeline)
-        return GroupSetup(config, shape, view, location, own.group)
+        setup = GroupSetup(config, shape, view, location, own.group)
+        slot_memory = chosen_slot_memory(setup, self._layers)
+        return replace(setup, config=config.replace(slot_memory=slot_memory))
 
     def _adopt(
         self, make_backend: Callable[[torch.device, GroupSetup], Backend], undo: ExitStack
@@ -430,14 +432,16 @@ class BalancedLayers:
             domains = f" in {location.num_domains} domains of {location.domain_size}"
         logger.info(
             "ultraep: balancing %d MoE layers%s over %d ranks (%s parallel)%s, "
-            "%d replica slots per rank = %.1f MiB reserved, policy %s",
+            "%d replica slots per rank%s = %.1f MiB reserved (slot memory %s), policy %s",
             len(self._layers),
             stage,
             setup.shape.num_ranks,
             setup.view.value,
             domains,
             setup.shape.num_slots,
+            " and layer" if setup.config.slot_memory == "per_layer" else "",
             self._slot_bytes / 2**20,
+            setup.config.slot_memory,
             setup.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())

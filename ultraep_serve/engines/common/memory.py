@@ -1,18 +1,42 @@
-"""Whether a CPU's memory holds what experts need for the engine's largest batch."""
+"""What there is memory for: slots of each layer's own, and a CPU's largest batch of the engine."""
 
 import sys
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
+import torch
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.proof.answers import Answers
-from ultraep_serve.system.machine import available_memory
+from ultraep_serve.system.machine import available_memory, total_memory
 from ultraep_serve.types import TokenView
 
-__all__ = ["require_memory"]
+__all__ = ["chosen_slot_memory", "require_memory"]
+
+_MOST_PERCENT = 6  # of a rank's memory for slots of each layer's own, where nobody has chosen
+
+
+def chosen_slot_memory(
+    setup: GroupSetup, layers: Sequence[Sequence[torch.Tensor]]
+) -> Literal["per_layer", "shared"]:
+    """Where slots of ``layers``, each its masters' tensors (L, ...), are; on all ranks the same.
+
+    That is what the setting says. Left to itself: each layer's own, where copies stay in them and
+    every rank of the group has the memory.
+    """
+    wanted = setup.config.slot_memory
+    if wanted != "auto":
+        return wanted
+    total = total_memory() if layers[0][0].device.type == "cpu" else None
+    masters = sum(tensor.nbytes for tensors in layers for tensor in tensors)
+    slot_bytes = masters // setup.shape.num_masters * setup.shape.num_slots
+    left = -1 if total is None else total * _MOST_PERCENT // 100 // setup.location.host_size
+    fits = _least(setup, left - slot_bytes) >= 0
+    return "per_layer" if fits and setup.shape.num_slots else "shared"
 
 
 def require_memory(setup: GroupSetup, answers: Answers, largest: int, cache_bytes: int) -> None:
@@ -26,10 +50,7 @@ def require_memory(setup: GroupSetup, answers: Answers, largest: int, cache_byte
         return
     free = available_memory()
     left = sys.maxsize if free is None else free // setup.location.host_size
-    left -= cache_bytes
-    if group := setup.engine_group:  # also of hosts that cannot tell
-        ranks = HostAllGather(group.on_host, setup.connect_seconds)
-        left = int(ranks.gather(np.array([left])).min())
+    left = _least(setup, left - cache_bytes)  # also of hosts that cannot tell
     top_k, hidden = answers.experts_per_token, answers.hidden_size
     sources = setup.shape.num_ranks if setup.view is TokenView.OWN else 1
     tokens = largest // top_k // sources
@@ -40,3 +61,11 @@ def require_memory(setup: GroupSetup, answers: Answers, largest: int, cache_byte
             f"experts need more memory for a batch of {tokens} tokens than is left; choose "
             f"--max-num-batched-tokens (SGLang: --chunked-prefill-size) {fits}"
         )
+
+
+def _least(setup: GroupSetup, own: int) -> int:
+    """The least of all ranks' numbers; all of them together."""
+    if (group := setup.engine_group) is None:
+        return own
+    ranks = HostAllGather(group.on_host, setup.connect_seconds)
+    return int(ranks.gather(np.array([own])).min())

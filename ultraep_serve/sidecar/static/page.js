@@ -181,7 +181,7 @@ function showBatch(batch) {
   setText("batch-before", ratio(before.mean));
   setText("batch-after", ratio(after.mean));
   setText("batch-age", `number ${batch.batch}, ${age(batch.time_ns)}`);
-  setText("batch-fine", `${count(batch.tokens)} tokens · ${count(batch.replicas)} copies · ${bytes(batch.bytes_moved)} moved`);
+  setText("batch-fine", `${count(batch.tokens)} tokens · ${count(batch.replicas)} copies, ${count(batch.new_replicas)} new · ${bytes(batch.bytes_moved)} moved`);
 }
 
 function showRanks({ ranks }, reasons) {
