@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.dp_attention import get_is_extend_in_batch
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.managers import io_struct
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.models.transformers import TransformersFusedMoE
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -375,8 +376,22 @@ def test_hooks_on_a_gpu_leave_its_kernels_alone_and_policy_off_all_of_sglang(
     assert targets == []
     hooks.install(BalanceConfig())
     assert set(targets) == {
-        hooks.END, hooks.LOAD, hooks.FORWARD, hooks.SCHEDULER, hooks.GATHER
+        hooks.END, hooks.LOAD, hooks.FORWARD, hooks.SCHEDULER, hooks.GATHER, hooks.REQUESTS
     }  # fmt: skip
+
+
+def test_copies_are_forgotten_with_every_request_that_may_change_weights() -> None:
+    own, forgotten = hooks._SchedulerHooks(BalanceConfig()), []
+    own.requests_processed(None, None, [object()])  # before there is a model
+    own._balanced = SimpleNamespace(  # type: ignore[assignment]
+        balancer=SimpleNamespace(forget=lambda: forgotten.append(1))
+    )
+    kinds = [getattr(io_struct, name) for name in hooks._LEAVING_WEIGHTS]
+    own.requests_processed(None, None, [kind.__new__(kind) for kind in kinds])
+    assert not forgotten
+    for kind in io_struct.UpdateWeightFromDiskReqInput, io_struct.RpcReqInput:
+        own.requests_processed(None, None, [kind.__new__(kind)])
+    assert len(forgotten) == 2
 
 
 @pytest.mark.parametrize(("changes", "adds_up"), [({}, True), (fakes.DEEPEP, False)])

@@ -1,6 +1,7 @@
 """The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,20 @@ pytestmark = pytest.mark.engine
 
 def serve(model: Path, tmp_path: Path, *extra: str, dtype: str = "float32") -> BalancedServer:
     return served("sglang", model, tmp_path, "tensor", dtype, *extra)
+
+
+def with_other_experts(model: Path, to: Path) -> Path:
+    """A copy of a checkpoint whose experts give the negative of what they gave."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, to)
+    for path in to.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if ".experts." in name and "down_proj" in name:
+                tensors[name] = -tensors[name]
+        save_file(tensors, path, {"format": "pt"})
+    return to
 
 
 def recorded_counts(server: BalancedServer, prompts: list[str], directory: Path) -> list[list[int]]:
@@ -91,6 +106,22 @@ class TestOneServer:
             off = recorded_counts(server, PROMPTS[:4], records)
             sidecar.set_policy(Policy.QUOTA)
             assert recorded_counts(server, PROMPTS[:4], records) == off
+
+    def test_new_weights_reach_the_copies_that_have_stayed(
+        self, server: BalancedServer, qwen3: Path, tmp_path: Path
+    ) -> None:
+        assert balance(server)["replicas"]["new"] < balance(server)["replicas"]["mean"]
+        before = generate_under(server, Policy.QUOTA, PROMPTS)
+        other = with_other_experts(qwen3, tmp_path / "other")
+        for path in (other, qwen3):
+            answer = httpx.post(
+                f"{server.url}/update_weights_from_disk", json={"model_path": str(path)}, timeout=60.0
+            )
+            assert answer.json()["success"], answer.text
+            on = generate_under(server, Policy.QUOTA, PROMPTS)
+            off = generate_under(server, Policy.OFF, PROMPTS)
+            assert compare_tokens(off, on).same == len(PROMPTS)
+            assert (compare_tokens(before, on).same == len(PROMPTS)) == (path == qwen3)
 
     def test_probes_are_answered_in_long_prefills(self, server: BalancedServer) -> None:
         check_probes(server, "sglang")

@@ -51,6 +51,7 @@ FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 END = "sglang.srt.utils.common.kill_process_tree"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+REQUESTS = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
 
 DISPATCH = "sglang.srt.layers.moe.token_dispatcher.base.BaseDispatcher._dispatch_with_hook"
@@ -61,7 +62,17 @@ _PARAMETERS = {
     "split_forward_count",
     COMPUTE: "layer x topk_output moe_runner_config",
     DISPATCH: "self hidden_states topk_output",
+    REQUESTS: "self recv_reqs",
 }
+
+
+# Requests that a scheduler answers without a change of its weights; others may change them.
+_LEAVING_WEIGHTS = (
+    "TokenizedGenerateReqInput BatchTokenizedGenerateReqInput TokenizedEmbeddingReqInput "
+    "BatchTokenizedEmbeddingReqInput AbortReq OpenSessionReqInput CloseSessionReqInput "
+    "FlushCacheReqInput GetInternalStateReq ProfileReq FreezeGCReq ConfigureLoggingReq "
+    "ExpertDistributionReq PauseGenerationReqInput ContinueGenerationReqInput"
+).split()
 
 
 def install(config: BalanceConfig) -> None:
@@ -123,6 +134,7 @@ class _SchedulerHooks:
             hooks[GATHER] = (self._tokens.gathered, HookType.AFTER)
             hooks[FORWARD] = (self.forward, HookType.AROUND)
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
+            hooks[REQUESTS] = (self.requests_processed, HookType.AFTER)
         return hooks
 
     @repeated_at_exit()
@@ -248,6 +260,16 @@ class _SchedulerHooks:
         self._check_adopted(scheduler.tp_worker.model_runner.model)
         self._balanced.mark_ready(logger)
         self._is_made = True
+
+    def requests_processed(self, _result: None, _scheduler: Any, recv_reqs: list[Any]) -> None:
+        """Trust no copy that has stayed when weights may have been loaded anew.
+
+        Target: ``Scheduler.process_input_requests``, through which all of them come. AFTER. Remove
+        when SGLang tells plugins that weights have changed.
+        """
+        kinds = {type(request).__name__ for request in recv_reqs}
+        if self._balanced is not None and not kinds.issubset(_LEAVING_WEIGHTS):
+            self._balanced.balancer.forget()
 
     def _check_adopted(self, model: Any) -> None:
         """Raise UnsupportedError unless every MoE layer of ``model`` still has its slots."""
