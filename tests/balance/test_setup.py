@@ -85,6 +85,23 @@ def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
         memory.require_memory(setup, answers, 8 * most * sources, cache)
 
 
+@pytest.mark.parametrize(("wanted", "most", "chosen"), [
+    ("auto", 4096, "per_layer"), ("auto", 4095, "shared"), ("shared", 4096, "shared"),
+    ("per_layer", 0, "per_layer"),
+])  # fmt: skip
+def test_layers_get_slots_of_their_own_where_there_is_memory_for_them(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, most: int, chosen: str
+) -> None:
+    monkeypatch.setattr(memory, "most_slot_bytes", lambda ranks: most * 2 // ranks)
+    setup = GroupSetup(
+        BalanceConfig(slot_memory=wanted), SHAPE, TokenView.OWN, Location(0, 2, 2, 2)
+    )
+    masters = [[torch.zeros(SHAPE.num_masters, 512), torch.zeros(SHAPE.num_masters, 512)]]
+    slot_bytes = SHAPE.num_slots * 4096
+    assert slot_bytes == 4096
+    assert memory.chosen_slot_memory(setup, masters) == chosen
+
+
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
     """Decisions of three batches on four ranks, two on each host; masters hold their rank + 1."""
     shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)

@@ -115,7 +115,9 @@ class TestOneServer:
         other = with_other_experts(qwen3, tmp_path / "other")
         for path in (other, qwen3):
             answer = httpx.post(
-                f"{server.url}/update_weights_from_disk", json={"model_path": str(path)}, timeout=60.0
+                f"{server.url}/update_weights_from_disk",
+                json={"model_path": str(path)},
+                timeout=60.0,
             )
             assert answer.json()["success"], answer.text
             on = generate_under(server, Policy.QUOTA, PROMPTS)

@@ -95,9 +95,7 @@ def keep_replicas(
     batches = _LATER if is_turn else _SOON
     best, slots = _grow(now, other, batches, group)
     if wants:
-        fresh, quotas = place_replicas(
-            expert_load, speeds, residents.shape[1], domain_size, search
-        )
+        fresh, quotas = place_replicas(expert_load, speeds, residents.shape[1], domain_size, search)
         merged = _merged(fresh, residents)
         quotas = _moved(quotas, fresh, merged)
         busiest = busiest_time(_rank_load(expert_load, merged, quotas), speeds)
@@ -141,7 +139,10 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
     """The cheapest of the placements with 0, 1, 2, ... new copies: its cost, its slots (R, S)."""
     speeds = group.speeds
     slots = now.split.slots.copy()
-    time, after = busiest_time(now.split.rank_load, speeds), busiest_time(other.split.rank_load, speeds)
+    time, after = (
+        busiest_time(now.split.rank_load, speeds),
+        busiest_time(other.split.rank_load, speeds),
+    )
     best = _total(time, after, slots, batches, group)
     for _ in range(_STEPS):
         worse, better = now, other
