@@ -40,7 +40,7 @@ def write_row(
 ) -> NDArray[np.int64]:
     """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
 
-    ``unknown`` ids could not be counted; ``doubt`` and ``forget`` are this rank's, see ``contract``.
+    ``unknown`` ids could not be counted; ``doubt`` and ``forget``: see ``contract``.
     """
     header = [0] * HEADER_WIDTH
     header[POLICY], header[TIME] = choice
