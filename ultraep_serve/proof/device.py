@@ -63,7 +63,7 @@ def stages_of(backend: DeviceBackend) -> Stages:
     sizes = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
 
     def counted(ids: torch.Tensor) -> NDArray[np.int64]:
-        count.fit(ids.numel())
+        count.fit(ids)
         count(ids.to(device))
         load: NDArray[np.int64] = count.load.cpu().numpy().astype(np.int64)
         return load

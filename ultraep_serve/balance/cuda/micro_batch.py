@@ -77,7 +77,8 @@ class MicroBatch:
         self.identity = Identity(experts, shape.num_masters, shape.num_slots)
         self._has_slots = slots > 0
         self._rooms: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._room = torch.empty(0, device=device)  # of the layers that run
+        self._room = torch.empty(0, device=device)  # of the layers that run, for ids that it fits
+        self._fits: tuple[torch.Size, torch.dtype] | None = None
         self._sent: torch.Tensor | None = None  # chunks of the layer that is on its way
         self.row: LayerRow | None = None  # of the layer that was routed and is not computed yet
 
@@ -86,15 +87,15 @@ class MicroBatch:
 
         What there was for other sizes stays: graphs that were captured with it may be replayed.
         """
-        room, shape, dtype = self._room, topk_ids.shape, topk_ids.dtype
-        if room.shape != shape or room.dtype != dtype:
-            number = topk_ids.numel()
-            self.count.fit(number)
-            kind = 1 << max(0, number - 1).bit_length(), dtype
+        fits = topk_ids.shape, topk_ids.dtype
+        if fits != self._fits:
+            self._fits, number = fits, topk_ids.numel()
+            self.count.fit(topk_ids)
+            kind = 1 << max(0, number - 1).bit_length(), topk_ids.dtype
             if kind not in self._rooms:
                 self._rooms[kind] = topk_ids.new_empty(kind[0])
-            room = self._room = self._rooms[kind][:number].view(shape)
-        return room
+            self._room = self._rooms[kind][:number].view(topk_ids.shape)
+        return self._room
 
     def send(self, chunks: torch.Tensor) -> None:
         """Send experts of the layer with ``chunks`` beside what the engine does meanwhile."""
