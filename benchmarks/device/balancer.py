@@ -10,7 +10,6 @@ layer that is left alone, as it was in the batch before.
 
 import statistics
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ultraep_kernels.host.reroute import reroute
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_equal
-from tests.support.mirror import FakeRecorder, mirrored_balancer
+from tests.support.mirror import FakeRecorder, bare_config, mirrored_balancer
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
@@ -161,15 +160,7 @@ def balancer_of_rank_0(
     ]
     rows = torch.zeros((shape.num_ranks, HEADER_WIDTH + loads.shape[1]), dtype=torch.int32)
     rows[:, HEADER_WIDTH:] = loads
-    # what DeviceBalancer reads of BalanceConfig, which needs pydantic
-    config: Any = SimpleNamespace(
-        policy=Policy.QUOTA,
-        min_batch_tokens=1,
-        max_imbalance=max_imbalance,
-        allow_ideal=False,
-        speeds="equal",
-    )
-    location = Location.on_one_host(0, shape.num_ranks)
+    config, location = bare_config(1, max_imbalance), Location.on_one_host(0, shape.num_ranks)
     setup = GroupSetup(config, shape, TokenView.OWN, location, chunk_bytes=sizes.chunk_bytes)
     programs = Programs(bench.num_programs, 0)
     layers = [masters, [torch.ones_like(tensor) for tensor in masters]]

@@ -7,6 +7,7 @@ sends lands in its own slots, so their bytes mean nothing.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, Stage, VerificationCheck
 
-__all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
+__all__ = ["FakeRecorder", "Mirror", "bare_config", "mirrored_balancer"]
 
 POSTED = 1 << 40  # an epoch that nobody reaches
 
@@ -77,6 +78,17 @@ class Mirror:
             Handshake(layout, [os.dup(int(item)) for item in shareables if rank != self._rank])
             for rank in range(self._num_ranks)
         ]
+
+
+def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:
+    """What DeviceBalancer reads of BalanceConfig, which needs pydantic."""
+    return SimpleNamespace(
+        policy=Policy.QUOTA,
+        min_batch_tokens=min_batch_tokens,
+        max_imbalance=max_imbalance,
+        allow_ideal=False,
+        speeds="equal",
+    )
 
 
 def mirrored_balancer(

@@ -5,7 +5,7 @@ turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, TokenView, parse_speeds
+from ultraep_serve.types import ExpertShape, TokenView
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
@@ -43,7 +44,10 @@ CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than 
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """One expert-parallel group as this rank sees it."""
+    """One expert-parallel group as this rank sees it.
+
+    Raises ConfigError where speeds are set but not one per rank.
+    """
 
     config: "BalanceConfig"
     shape: ExpertShape
@@ -52,6 +56,13 @@ class GroupSetup:
     engine_group: EngineGroup | None = None  # must be given where there are several domains
     relay: str = "auto"  # whether ranks forward widely replicated experts; "always", "never"
     chunk_bytes: int = CHUNK_BYTES
+
+    # of all ranks (R,), as they are set; None where ranks measure them
+    speeds: NDArray[np.int64] | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        speeds = fixed_speeds(self.config.speeds, self.shape.num_ranks)
+        object.__setattr__(self, "speeds", speeds)
 
     @property
     def context(self) -> PlanContext:
@@ -81,13 +92,13 @@ class GroupSetup:
             )
         if not shape.num_replica_slots:
             return "without replica slots there is no room for copies; choose --slots 1 or more"
-        speeds = parse_speeds(config.speeds) or (1.0,) * shape.num_ranks
-        worst = sum(speeds) / min(speeds)  # all assignments on the slowest rank
-        if config.speeds != "auto" and config.max_imbalance >= worst:
-            return (
-                f"no load is more uneven than {worst:.3g}, and up to --max-imbalance "
-                f"{config.max_imbalance:g} all are left alone; choose less"
-            )
+        if self.speeds is not None:
+            worst = self.speeds.sum() / self.speeds.min()  # all assignments on the slowest rank
+            if config.max_imbalance >= worst:
+                return (
+                    f"no load is more uneven than {worst:.3g}, and up to --max-imbalance "
+                    f"{config.max_imbalance:g} all are left alone; choose less"
+                )
         if largest_batch is None:
             return ""
         loads, one_expert = (largest_batch, -(-largest_batch // domain_size)), Transfer(1, 1)

@@ -73,7 +73,7 @@ class Rank:
 
 
 def measured_picoseconds(rank: int) -> int:
-    """What an assignment takes on a rank: speeds are by this where they are not fixed."""
+    """What an assignment takes on a rank, by its own clock."""
     return 1000 + 300 * rank
 
 

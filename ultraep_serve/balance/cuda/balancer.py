@@ -9,7 +9,6 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import DevicePlan, Gate
@@ -20,7 +19,7 @@ from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import MicroBatch
 from ultraep_serve.balance.cuda.recording import Batches, Page, is_capturing
-from ultraep_serve.balance.physical import forced_ids, identity_table
+from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records
 from ultraep_serve.balance.speeds import OwnTime
 from ultraep_serve.costs.model import IntegerCosts, least_saved
@@ -158,7 +157,7 @@ class DeviceBalancer:
             row.lap(Stage.PLAN)
             part.send(chunks)
         if self._setup.config.allow_ideal:
-            self._force(part, ids, physical)
+            part.force(ids, physical, self._identity)
 
     def receive(self, micro_batch: int = 0) -> None:
         """Order what is launched next behind all experts that were sent and received."""
@@ -259,13 +258,6 @@ class DeviceBalancer:
         self._expected.learn(before)
         self._record_what_is_done(until=before)
         return self._batches.next(self._number)
-
-    def _force(self, part: MicroBatch, ids: torch.Tensor, physical: torch.Tensor) -> None:
-        """Overwrite ``physical`` where it was decided to force an even load."""
-        first = part.rows[: self._setup.source_rank, HEADER_WIDTH:].sum()
-        forced = forced_ids(ids, self._identity, part.plan.speeds, first).to(physical.dtype)
-        is_forced = part.plan.found.decision == Decision.FORCED
-        physical.copy_(torch.where(is_forced, forced, physical))
 
     def _record_what_is_done(self, until: Page | None = None) -> None:
         """Record batches that the device has done, at least those up to ``until``."""

@@ -13,8 +13,8 @@ from ultraep_kernels.device.plan import Gate, Given, Planner, Rows, Sender, plan
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import LayerRow
-from ultraep_serve.balance.speeds import fixed_speeds
-from ultraep_serve.types import TokenView
+from ultraep_serve.balance.physical import forced_ids
+from ultraep_serve.types import Decision, TokenView
 
 __all__ = ["MicroBatch", "SideStream"]
 
@@ -44,8 +44,8 @@ class MicroBatch:
         shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
         wanted = RowWanted(choice, fabric.inboxes, arriving)
         total = None if is_own else shared[0]
-        speeds = fixed_speeds(setup.config.speeds, ranks)
-        self.rows = rows
+        speeds = setup.speeds
+        self.rows, self._source_rank = rows, setup.source_rank
         self.count = Count(experts, device, wanted, total, has_load=is_own)
         self.plan = Planner(
             plan_sizes(
@@ -96,6 +96,16 @@ class MicroBatch:
                 self._rooms[kind] = topk_ids.new_empty(kind[0])
             self._room = self._rooms[kind][:number].view(topk_ids.shape)
         return self._room
+
+    def force(self, topk_ids: torch.Tensor, physical: torch.Tensor, table: torch.Tensor) -> None:
+        """Overwrite ``physical`` where it was decided to force an even load.
+
+        ``table`` as ``identity_table`` has it.
+        """
+        first = self.rows[: self._source_rank, HEADER_WIDTH:].sum()
+        forced = forced_ids(topk_ids, table, self.plan.speeds, first).to(physical.dtype)
+        is_forced = self.plan.found.decision == Decision.FORCED
+        physical.copy_(torch.where(is_forced, forced, physical))
 
     def send(self, chunks: torch.Tensor) -> None:
         """Send experts of the layer with ``chunks`` beside what the engine does meanwhile."""

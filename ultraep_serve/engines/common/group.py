@@ -31,7 +31,6 @@ from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.make_backend import make_backend
 from ultraep_serve.balance.physical import identity_table
-from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.memory import require_memory
@@ -244,12 +243,11 @@ class BalancedLayers:
         call it together. ``answers`` None: the self-check cannot compare outputs. ``largest``
         batch, see ``GroupSetup.why_never_balanced``. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
-        ConfigError where hosts were started with other flags, there is not one speed per rank, or
-        a CPU host has too little memory for the largest batch,
+        ConfigError where hosts were started with other flags, as ``GroupSetup`` does, or where a
+        CPU host has too little memory for the largest batch,
         PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
         what it should not.
         """
-        fixed_speeds(config.speeds, shape.num_ranks)
         self._own, self._layers, self._answers = own, layers, answers
         self._held: Sequence[ExpertWeights[Any]] = ()
         self._is_made = False
