@@ -107,7 +107,7 @@ def mirrored_balancer(
     """
     pool = SlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     adopted = [pool.adopt(masters) for masters in layers]
-    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, *programs)
+    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, programs)
     num_ranks = rows.shape[0]
     location = Location.on_one_host(0, num_ranks)
     fabric = DeviceFabric(pool, Mirror(0, num_ranks), location, limits)

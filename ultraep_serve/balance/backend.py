@@ -4,7 +4,9 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -16,6 +18,7 @@ from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.speeds import fixed_speeds
+from ultraep_serve.costs.calibration import Probes, agreed_costs
 from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.plan.context import PlanContext
@@ -24,8 +27,9 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import ExpertShape, TokenView
 
-if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
-    from ultraep_serve.config import BalanceConfig
+if TYPE_CHECKING:
+    from ultraep_serve.balance.slots import SlotPool
+    from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
 
 __all__ = [
     "Backend",
@@ -198,19 +202,29 @@ class LayerBalancer(Protocol):
         """Expect others to answer within the timeout; before this they may be compiling."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Makes a balancer. Its methods are called in the order in which they stand here."""
+
+    def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
+        self.setup, self._pool = setup, pool
+        self.layers: list[LayerSlots] = []
+        self._undo = ExitStack()
+        self._undo.callback(pool.close)
 
     @property
     def slot_bytes(self) -> int:
         """What this rank's replica slots cost, once all layers are adopted."""
+        return self._pool.slot_bytes
 
     def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
         """Move one layer's expert tensors (L, ...) in front of the slots; returns the aliases.
 
         The old tensors may be empty afterwards. Raises UnsupportedError, ConfigError, DeviceError.
         """
+        self.layers.append(self._pool.adopt(masters))
+        return self.layers[-1]
 
+    @abstractmethod
     def connect(self) -> None:
         """Return when all ranks of the domain reach each other's slots.
 
@@ -221,15 +235,26 @@ class Backend(Protocol):
     def neighbours(self) -> Mapping[int, int]:
         """Processes, by rank, that are to be watched because kernels wait for them; once connected.
 
-        A process is 0 where it cannot be seen.
+        A process is 0 where it cannot be seen. Elsewhere whoever waits looks at processes.
         """
+        return {}
 
     def close(self) -> None:
         """Give everything back; tensors that ``adopt`` returned must not be used any more."""
+        self._undo.close()
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measure costs, all ranks together; see ``costs.calibration.agreed_costs``."""
+        setup, layer = self.setup, self.layers[0]
+        probes = self._probes(layer)
+        size = layer.bytes_per_expert
+        return agreed_costs(setup.config.costs, setup.shape, size, probes, run_layer)
 
+    @abstractmethod
+    def _probes(self, layer: LayerSlots) -> Probes:
+        """What costs are measured with, warm."""
+
+    @abstractmethod
     def make_balancer(
         self,
         policies: ControlPage | None,

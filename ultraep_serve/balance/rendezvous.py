@@ -161,7 +161,7 @@ class SocketRendezvous:
         deadline = time.monotonic() + self._timeout_seconds
         found = {self._rank: Handshake(layout, [], os.getpid())}
         with ExitStack() as undo, ExitStack() as connections:
-            listener = connections.enter_context(self._listen())
+            listener = self._listen(connections)
             try:
                 for peer in self._ranks[:-1]:  # as many as there are others
                     connection = (
@@ -194,23 +194,24 @@ class SocketRendezvous:
     def _path_of(self, rank: int) -> Path:
         return RunFiles(self._run_path).socket(rank)
 
-    def _listen(self) -> socket.socket:
+    def _listen(self, connections: ExitStack) -> socket.socket:
+        """Listen until ``connections`` are closed."""
         path = self._path_of(self._rank)
-        listener = _Listener(path)
+        listener = connections.enter_context(_new_socket())
+        connections.callback(path.unlink, missing_ok=True)
         try:
             path.unlink(missing_ok=True)
             with _address_of(path) as address:
                 listener.bind(address)
             listener.listen(len(self._ranks))
         except OSError as error:
-            listener.close()
             raise FabricError(f"cannot listen at {path}: {error}") from error
         return listener
 
     def _connect(self, peer: int, deadline: float) -> socket.socket:
         """Connect to a lower rank, once it listens."""
         while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = _new_socket()
             try:
                 _set_deadline(connection, deadline)
                 with _address_of(self._path_of(peer)) as address:
@@ -277,16 +278,8 @@ class GatherRendezvous:
         return found
 
 
-class _Listener(socket.socket):
-    """A listening Unix socket that takes its file with it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._path = path
-
-    def close(self) -> None:
-        super().close()
-        self._path.unlink(missing_ok=True)
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 @contextmanager

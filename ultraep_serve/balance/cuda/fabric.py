@@ -10,7 +10,7 @@ there.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -50,13 +50,7 @@ class Limits:
     row_width: int  # int32 per exchanged row
     max_chunks: int  # chunks of the largest expert
     patience_ns: int  # how long a wait lasts before it is given up
-    num_senders: int  # programs that send experts
-    num_relays: int  # programs that forward them; 0 where no plan has relays
-
-    @property
-    def programs(self) -> Programs:
-        """The numbers of programs, as launches take them."""
-        return Programs(self.num_senders, self.num_relays)
+    programs: Programs
 
 
 class DeviceFabric:
@@ -92,7 +86,8 @@ class DeviceFabric:
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
             size = inbox + pool.num_slots * limits.max_chunks * 8
-            mapped = map_domain(pool, rendezvous, location, size, list(astuple(limits)), undo)
+            agreed = [limits.row_width, limits.max_chunks, limits.patience_ns, *limits.programs]
+            mapped = map_domain(pool, rendezvous, location, size, agreed, undo)
             self.processes = dict(zip(self.domain, mapped.processes, strict=True))  # 0: unseen
             self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
             flags = [address + inbox for address in mapped.signals]

@@ -12,6 +12,7 @@ plan moves weights there.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -132,23 +133,9 @@ class HostFabric:
         ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
         """
         progress = np.zeros(slot_expert.shape, dtype=np.int64)
+        of_plan = parents, slot_expert, num_masters, layer.chunks
         reach = Reach(self._pools, self._chunk_flags, self._max_chunks)
-
-        def push(spins: int) -> bool:
-            return bool(
-                stream_chunks(
-                    parents,
-                    slot_expert,
-                    num_masters,
-                    layer.chunks,
-                    reach,
-                    self.rank,
-                    self.epoch,
-                    progress,
-                    spins,
-                )
-            )
-
+        push = partial(stream_chunks, *of_plan, reach, self.rank, self.epoch, progress)
         self._wait(push, "a relayed expert")
 
     def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:

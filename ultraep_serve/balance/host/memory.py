@@ -15,7 +15,6 @@ __all__ = [
     "READ_WRITE",
     "HostMemory",
     "map_memory",
-    "protect_memory",
     "tensor_at",
     "unmap_memory",
 ]
@@ -39,7 +38,6 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostMemory:
@@ -137,8 +135,3 @@ def tensor_at(address: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def unmap_memory(address: int, size: int) -> None:
     """munmap(2) of ranges that are known to be mapped."""
     _libc.munmap(address, size)
-
-
-def protect_memory(address: int, size: int, protection: int) -> None:
-    """mprotect(2) of ranges that are known to be mapped."""
-    _libc.mprotect(address, size, protection)
