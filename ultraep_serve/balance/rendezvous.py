@@ -29,6 +29,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _DESCRIPTORS_PER_MESSAGE = 200  # the kernel takes at most 253
 _RETRY_SECONDS = 0.01
 _LOOK_SECONDS = 0.5  # between two looks at whether this rank's socket is still there
+_HANDLE_BYTES = 64  # of a fabric handle
 _OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -264,18 +265,14 @@ class GatherRendezvous:
     def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
         handles = [item for item in shareables if isinstance(item, bytes)]
         assert len(handles) == len(shareables), "file descriptors mean nothing to other hosts"
-        mine = _HEADER.pack(self._rank, len(layout), len(handles)) + layout + b"".join(handles)
-        found = []
-        for rank, data in enumerate(self._all_gather(mine)):
-            _, size, count = _HEADER.unpack_from(data)
-            end = _HEADER.size + size
-            length = (len(data) - end) // count if count else 0
-            theirs: list[Shareable] = [
-                data[end + index * length : end + (index + 1) * length] for index in range(count)
-            ]
-            own = rank == self._rank
-            found.append(Handshake(data[_HEADER.size : end], [] if own else theirs))
+        layouts, joined = self._all_gather(layout), self._all_gather(b"".join(handles))
+        found = list(map(Handshake, layouts, map(_handles, joined)))
+        found[self._rank].shareables.clear()
         return found
+
+
+def _handles(joined: bytes) -> list[Shareable]:
+    return [joined[at : at + _HANDLE_BYTES] for at in range(0, len(joined), _HANDLE_BYTES)]
 
 
 def _new_socket() -> socket.socket:
