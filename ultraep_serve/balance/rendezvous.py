@@ -22,7 +22,14 @@ from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["GatherRendezvous", "Handshake", "Rendezvous", "SocketRendezvous", "map_domain"]
+__all__ = [
+    "GatherRendezvous",
+    "Handshake",
+    "Rendezvous",
+    "SocketRendezvous",
+    "map_domain",
+    "of_group",
+]
 
 _HEADER = struct.Struct("!iqi")  # rank, bytes of the layout, descriptors
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -127,6 +134,13 @@ def map_domain(
             found.signals.append(_mapped(pool, received[:1], undo))
             found.pools.append(_mapped(pool, received[1:], undo))
     return found
+
+
+def of_group(location: Location, addresses: Sequence[int]) -> list[int]:
+    """The domain's ``addresses`` by rank of the group, as plans are; no plan needs others': 0."""
+    table = [0] * location.num_ranks
+    table[location.domain.start : location.domain.stop] = addresses
+    return table
 
 
 def _mapped(pool: SlotPool, allocations: Sequence[Allocation], undo: ExitStack) -> int:

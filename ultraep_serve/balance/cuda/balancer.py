@@ -6,12 +6,12 @@ from copies of the outcome that are done by then (``recording``).
 """
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
-from ultraep_kernels.device.plan import DevicePlan, Gate
+from ultraep_kernels.device.plan import Gate
 from ultraep_kernels.device.reroute import new_physical
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
@@ -29,51 +29,27 @@ from ultraep_serve.types import Decision, Stage
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
+    from ultraep_serve.proof.device import DeviceSamples
 
-__all__ = ["DeviceBalancer", "DeviceSamples"]
+__all__ = ["DeviceBalancer"]
 
 logger = logging.getLogger(__name__)
-
-
-class DeviceSamples(Protocol):
-    """What checks some of the layers; see ``proof.device``."""
-
-    def routed(
-        self,
-        layer: int,
-        topk_ids: torch.Tensor,
-        physical: torch.Tensor,
-        plan: DevicePlan,
-        micro_batch: int,
-        begins: bool,
-    ) -> None:
-        """Take note of a layer in which ranks have exchanged, the first of its batch or not."""
-
-    def computed(self, micro_batch: int) -> None:
-        """Check the layer that was launched."""
 
 
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Where the policy was off in the batch before last, the host launches no more than the identity
-    behind a batch's first layer, whatever that one says now.
-
-    Experts are sent in a stream beside the engine's, which dispatches meanwhile and joins it in
-    ``receive``. There they are awaited too. A layer that was left alone in the batch before last
-    takes one launch for its plan and for all that may follow, in the engine's stream.
-
-    Records come when the host comes by after the device is done with a batch, at a later ``route``
-    or ``computed``. Stages are timed in one batch of several; what the others took is taken from
-    it, by their tokens. ``reroute`` is a part of ``plan``, whose launch looks the ids up. What runs
-    beside the engine's stream is not timed: ``wait`` is how much longer it took.
+    Experts are sent in a stream beside the engine's, and awaited in ``receive``; a layer that is
+    expected to be left alone takes one launch in the engine's stream (``choices.Expectations``).
+    Records come when the host comes by after the device is done with a batch. ``reroute`` is a part
+    of ``plan``, whose launch looks the ids up; ``wait`` is how much longer than the engine's stream
+    what runs beside it took.
 
     All of it may be captured in a CUDA graph, of which nothing is recorded; a replay obeys the
     policy that rank 0 last read in a ``route``.
 
-    Where a wait was given up, the device says so and stops before the layer's experts run: nobody
-    computes with what is not there, and whoever reads tokens gets an error of CUDA instead. A
-    ``route`` after the device has said so raises the reason.
+    Where a wait was given up, the device says so and stops before the layer's experts run: whoever
+    reads tokens gets an error of CUDA. A ``route`` after that raises the reason.
     """
 
     def __init__(
@@ -84,7 +60,7 @@ class DeviceBalancer:
         policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
-        samples: DeviceSamples | None = None,
+        samples: "DeviceSamples | None" = None,
     ) -> None:
         """Take what ``HostBalancer`` takes."""
         self._setup, self._fabric, self._samples, self._recorder = setup, fabric, samples, recorder
@@ -111,15 +87,12 @@ class DeviceBalancer:
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+        """Physical ids (T, K) for ``topk_ids``, on the device and int32 or int64 like these.
 
-        Both are int32 or int64. The next layer's ids are written to the same memory.
-
-        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
-        token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
-        the engine has computed number 0. They come in the same order in every layer, on every rank,
-        and have ``batch_tokens`` of their own. Raises PeerTimeoutError when a rank is gone, batches
-        later; then for every micro-batch of a layer, because their threads wait for each other.
+        The next layer's ids are written to the same memory. Micro-batches come in the same order in
+        every layer, on every rank, and have ``batch_tokens`` of their own. Raises PeerTimeoutError
+        when a rank is gone, batches later; then for every micro-batch of a layer, because their
+        threads wait for each other.
         """
         self._fabric.check_peers(look=micro_batch == 0)
         is_small = batch_tokens < self._setup.config.min_batch_tokens

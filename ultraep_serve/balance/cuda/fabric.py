@@ -1,11 +1,8 @@
 """How ranks reach each other's GPU memory; twin of ``ultraep_serve.balance.host.fabric``.
 
 Every rank owns signals (its inbox of rows and the flags of its slots' chunks) and a slot pool. Each
-maps everybody's, and hands the kernels tables of addresses. Several ranks may share one device.
-
-Memory reaches as far as a domain, ranks that NVLink or one host joins. Tables of slots are indexed
-by rank of the whole group, as plans are; other domains' entries are 0, since no plan moves weights
-there.
+maps everybody's in its domain, ranks that NVLink or one host joins, and hands the kernels tables of
+addresses. Several ranks may share one device.
 """
 
 from collections.abc import Iterator
@@ -24,7 +21,7 @@ from ultraep_kernels.device.stream import Programs, Reach, Stream, StreamSizes
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
 from ultraep_serve.balance.cuda.driver import host_words
-from ultraep_serve.balance.rendezvous import Rendezvous, map_domain
+from ultraep_serve.balance.rendezvous import Rendezvous, map_domain, of_group
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
@@ -91,9 +88,11 @@ class DeviceFabric:
             self.processes = dict(zip(self.domain, mapped.processes, strict=True))  # 0: unseen
             self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
             flags = [address + inbox for address in mapped.signals]
-            pools = self._group_table(mapped.pools)
-            most, waits = limits.max_chunks, (self.status, self.reported)
-            self.reach = Reach(pools, self._group_table(flags), most, *waits)
+            pools, flag_table = (
+                self._table(of_group(location, each)) for each in (mapped.pools, flags)
+            )
+            waits = self.status, self.reported
+            self.reach = Reach(pools, flag_table, limits.max_chunks, *waits)
             self._undo = undo.pop_all()
 
     @property
@@ -230,9 +229,3 @@ class DeviceFabric:
 
     def _table(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._driver.device)
-
-    def _group_table(self, addresses: list[int]) -> torch.Tensor:
-        """Return the domain's ``addresses`` in (R,) int64, 0 for the other domains' ranks."""
-        table = [0] * self.num_ranks
-        table[self.domain.start : self.domain.stop] = addresses
-        return self._table(table)
