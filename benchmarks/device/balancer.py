@@ -27,6 +27,7 @@ from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import TIMED_EVERY
+from ultraep_serve.balance.physical import master_ids
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.system.topology import Location
@@ -52,7 +53,7 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
     balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder)
     expected = plan_quota(routes.loads, PlanContext.of(shape), 0)
     twin = reroute(ids.cpu(), expected.share, expected.slot_expert, shape.num_masters)
-    identity = balancer.identity(ids).cpu()
+    identity = master_ids(ids, balancer._identity).cpu()
     replay = bench.capture(lambda: launch(balancer, 0, ids))
     for policy, physical in ((Policy.QUOTA, twin), (Policy.OFF, identity), (Policy.QUOTA, twin)):
         recorder.policy = policy
@@ -86,7 +87,7 @@ def check_left_alone(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[st
     """A layer whose threshold no batch reaches."""
     ids, recorder = routes.ids[0], FakeRecorder()
     balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder, max_imbalance=1000.0)
-    identity = balancer.identity(ids).cpu()
+    identity = master_ids(ids, balancer._identity).cpu()
     for _ in range(2):
         for layer in range(LAYERS):
             require_equal(run_layer(balancer, layer, ids), identity, "launched layer")

@@ -14,13 +14,7 @@ import triton.language as tl
 
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
-from ultraep_kernels.device.exchange import (
-    Inboxes,
-    RowSizes,
-    exchange_program,
-    fill_row,
-    row_sizes,
-)
+from ultraep_kernels.device.exchange import Inboxes, RowSizes, exchange_program, fill_row, row_sizes
 from ultraep_kernels.device.launch import Launch
 
 __all__ = ["BLOCK_IDS", "Count", "RowWanted", "blocks_of"]

@@ -17,14 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import (
-    CHECKSUM,
-    FLAG_BYTES,
-    HEADER_WIDTH,
-    POLICY,
-    TIME,
-    UNKNOWN,
-)
+from ultraep_kernels.contract import CHECKSUM, FLAG_BYTES, HEADER_WIDTH, POLICY, TIME, UNKNOWN
 from ultraep_kernels.device._signals import peek, post, wait
 from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS

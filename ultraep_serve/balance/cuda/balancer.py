@@ -9,10 +9,8 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import Gate
-from ultraep_kernels.device.reroute import new_physical
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
@@ -168,13 +166,6 @@ class DeviceBalancer:
     def is_waiting(self) -> bool:
         page = self._batches.last
         return page.used > 0 and not (page.is_sent and page.is_done)
-
-    def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Send each assignment to its master, (T, K) as given; padding and unknown ids give -1."""
-        physical, shape = new_physical(topk_ids), self._setup.shape
-        send_home = Identity(shape.num_logical_experts, shape.num_masters, shape.num_slots)
-        send_home(topk_ids.contiguous(), physical)
-        return physical
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""

@@ -88,11 +88,8 @@ class DeviceFabric:
             self.processes = dict(zip(self.domain, mapped.processes, strict=True))  # 0: unseen
             self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
             flags = [address + inbox for address in mapped.signals]
-            pools, flag_table = (
-                self._table(of_group(location, each)) for each in (mapped.pools, flags)
-            )
-            waits = self.status, self.reported
-            self.reach = Reach(pools, flag_table, limits.max_chunks, *waits)
+            pools, raised = [self._table(of_group(location, at)) for at in (mapped.pools, flags)]
+            self.reach = Reach(pools, raised, limits.max_chunks, self.status, self.reported)
             self._undo = undo.pop_all()
 
     @property
