@@ -31,14 +31,7 @@ if TYPE_CHECKING:
     from ultraep_serve.balance.slots import SlotPool
     from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
 
-__all__ = [
-    "Backend",
-    "GroupSetup",
-    "LayerBalancer",
-    "LayerSlots",
-    "marking_failure",
-    "row_width",
-]
+__all__ = ["Backend", "GroupSetup", "LayerBalancer", "LayerSlots", "marking_failure", "row_width"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from ultraep_kernels.device.stream import Programs
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, LayerSamples
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.balance.memory import Driver
@@ -25,9 +24,6 @@ from ultraep_serve.costs.calibration import Probes, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-
-if TYPE_CHECKING:
-    from ultraep_serve.proof.device import DeviceSamples
 
 __all__ = ["LEFT_FREE", "DeviceBackend", "StopNotice", "num_programs"]
 
@@ -89,7 +85,7 @@ class DeviceBackend(Backend):
         policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
-        samples: "DeviceSamples | None" = None,
+        samples: LayerSamples | None = None,
     ) -> DeviceBalancer:
         integers = costs.integer_costs()
         balancer = DeviceBalancer(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
-from ultraep_kernels.device.plan import Gate
+from ultraep_kernels.device.plan import DevicePlan, Gate
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
@@ -27,11 +27,28 @@ from ultraep_serve.types import Decision, Stage
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
-    from ultraep_serve.proof.device import DeviceSamples
 
-__all__ = ["DeviceBalancer"]
+__all__ = ["DeviceBalancer", "LayerSamples"]
 
 logger = logging.getLogger(__name__)
+
+
+class LayerSamples:
+    """What checks layers while they serve: none of them here, some in ``proof.device``."""
+
+    def routed(
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        physical: torch.Tensor,
+        plan: DevicePlan,
+        micro_batch: int,
+        begins: bool,
+    ) -> None:
+        """Take note of a layer in which ranks have exchanged, the first of its batch or not."""
+
+    def computed(self, micro_batch: int) -> None:
+        """Check the layer that was launched."""
 
 
 class DeviceBalancer:
@@ -58,10 +75,11 @@ class DeviceBalancer:
         policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
-        samples: "DeviceSamples | None" = None,
+        samples: LayerSamples | None = None,
     ) -> None:
         """Take what ``HostBalancer`` takes."""
-        self._setup, self._fabric, self._samples, self._recorder = setup, fabric, samples, recorder
+        self._setup, self._fabric, self._recorder = setup, fabric, recorder
+        self._samples = samples or LayerSamples()
         shape, device = setup.shape, fabric.status.device
         own_time = OwnTime(costs, shape.num_masters)
         expert_bytes = [layer.bytes_per_expert for layer in layers]
@@ -108,7 +126,7 @@ class DeviceBalancer:
         self._fabric.gather(part.count.row, part.rows)
         row.lap(Stage.EXCHANGE)
         self._plan(part, layer, ids, physical)
-        if self._samples is not None and page is not self._captured:
+        if page is not self._captured:
             found = part.plan.found
             self._samples.routed(layer, topk_ids, physical, found, micro_batch, begins)
         return physical
@@ -157,8 +175,7 @@ class DeviceBalancer:
             is_last = self._expected.rests or row.layer == len(self._chunks) - 1
             if is_last and all(other.row is None for other in self._parts):
                 self._batches.send(page)
-            if self._samples is not None:
-                self._samples.computed(micro_batch)
+            self._samples.computed(micro_batch)
         if self._batches.unread and not self._is_captured:
             self._record_what_is_done()
 
