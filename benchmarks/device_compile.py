@@ -98,7 +98,7 @@ def launches_of(case: Case) -> list[Launch]:
     rows = torch.zeros((ranks, HEADER_WIDTH + experts), dtype=torch.int32)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     count = Count(experts, "cpu", RowWanted(torch.zeros(2, dtype=torch.int32), inboxes, rows))
-    count.fit(ids.numel())
+    count.fit(ids)
     kind = {"measures_speeds": True, "writes_identity": False}
     plan = Planner(
         plan_sizes(ranks, experts, slots, domain_size, **kind),
