@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import CHECKSUM, DOUBT, HEADER_WIDTH, POLICY, TIME, UNKNOWN, Choice
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    DOUBT,
+    HEADER_WIDTH,
+    POLICY,
+    TIME,
+    UNKNOWN,
+    Choice,
+)
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
