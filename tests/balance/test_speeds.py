@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.speeds import measured_speeds
 
-from ultraep_serve.balance.speeds import OwnTime, fixed_speeds
+from ultraep_serve.balance.backend import fixed_speeds
+from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import parse_speeds

@@ -15,23 +15,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.costs.calibration import Probes, agreed_costs
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.types import ExpertShape, TokenView, parse_speeds
 
 if TYPE_CHECKING:
     from ultraep_serve.balance.slots import SlotPool
     from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
 
-__all__ = ["Backend", "GroupSetup", "LayerBalancer", "LayerSlots", "marking_failure", "row_width"]
+__all__ = [
+    "Backend",
+    "GroupSetup",
+    "LayerBalancer",
+    "LayerSlots",
+    "fixed_speeds",
+    "marking_failure",
+    "row_width",
+]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -58,13 +66,12 @@ class GroupSetup:
     speeds: NDArray[np.int64] | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        speeds = fixed_speeds(self.config.speeds, self.shape.num_ranks)
-        object.__setattr__(self, "speeds", speeds)
+        object.__setattr__(self, "speeds", fixed_speeds(self.config.speeds, self.shape.num_ranks))
 
     @property
     def context(self) -> PlanContext:
-        """What plans depend on while all ranks are equally fast."""
-        return PlanContext.of(self.shape, self.location.domain_size)
+        """What plans depend on; ranks that measure count as equally fast until they know."""
+        return PlanContext.of(self.shape, self.location.domain_size, self.speeds)
 
     @property
     def source_rank(self) -> int:
@@ -75,6 +82,19 @@ class GroupSetup:
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
         return self.config.timeout_seconds * CONNECT_FACTOR
+
+
+def fixed_speeds(text: str, num_ranks: int) -> NDArray[np.int64] | None:
+    """Speeds (R,) that the setting ``text`` fixes, the largest FULL_SPEED; None for "auto".
+
+    Raises ConfigError unless there is one per rank.
+    """
+    if text == "auto":
+        return None
+    values = parse_speeds(text)
+    if values and len(values) != num_ranks:
+        raise ConfigError(f"speeds = {text!r} has {len(values)} numbers for {num_ranks} ranks")
+    return whole_speeds(values) if values else full_speeds(num_ranks)
 
 
 def row_width(num_logical_experts: int, view: TokenView) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.speeds import OwnTime
+from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.telemetry.record import LayerRecord, rank_loads
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Outcome, TokenView

@@ -24,6 +24,7 @@ from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.backend import HostBackend
+from ultraep_serve.balance.host.balancer import LayerSamples
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -76,7 +77,7 @@ def samples_of(
     return HostSamples(backend.setup, backend.fabric, sampled, recorder)
 
 
-class HostSamples(Samples):
+class HostSamples(Samples, LayerSamples):
     """Checks one layer of so many; all ranks make and call it alike."""
 
     def __init__(
@@ -140,7 +141,7 @@ class HostSamples(Samples):
                 if is_wrong:
                     self._raise(VerificationCheck.ANSWERS, sample.layer)
 
-    def cannot_reroute(self, layer: int) -> None:
+    def cannot_reroute(self, layer: int, error: ValueError) -> None:
         """The layer's plan has fewer places than this rank's tokens, which stay at home."""
         self._raise(VerificationCheck.ASSIGNMENTS, layer)
 

@@ -17,9 +17,9 @@ from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import MicroBatch
 from ultraep_serve.balance.cuda.recording import Batches, Page, is_capturing
+from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records
-from ultraep_serve.balance.speeds import OwnTime
 from ultraep_serve.costs.model import IntegerCosts, least_saved
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder

@@ -11,7 +11,7 @@ from ultraep_kernels.contract import Choice
 
 from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.cuda.recording import Page
-from ultraep_serve.balance.speeds import OwnTime
+from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Decision, Policy
 

@@ -8,7 +8,6 @@ combine run on unchanged.
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,9 +21,9 @@ from ultraep_kernels.host.speeds import measured_speeds
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
 from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.balance.records import Records
-from ultraep_serve.balance.speeds import OwnTime, fixed_speeds
 from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,
@@ -40,7 +39,7 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
 from ultraep_serve.types import Decision, IntArray, Outcome, Plan, Policy, Stage, TokenView
 
-__all__ = ["HostBalancer", "HostSamples"]
+__all__ = ["HostBalancer", "LayerSamples"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +47,16 @@ _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a fres
 _MILLION = 10**6
 
 
-class HostSamples(Protocol):
-    """What checks some of the layers; see ``proof.host``."""
+class LayerSamples:
+    """What checks layers while they serve: none of them here, some in ``proof.host``."""
 
-    is_in_doubt: bool  # something was found that the other ranks do not know yet
+    is_in_doubt = False  # something was found that the other ranks do not know yet
 
     def agree(
         self, layer: int, decision: Decision, plan: Plan | None, loads: NDArray[np.int64]
     ) -> bool:
         """Whether all ranks have the same, right plan; called before anything moves."""
+        return True
 
     def check_routed(
         self, topk_ids: torch.Tensor, physical: torch.Tensor, load: NDArray[np.int64]
@@ -66,8 +66,9 @@ class HostSamples(Protocol):
     def check_computed(self) -> None:
         """Check the layer that the engine has computed."""
 
-    def cannot_reroute(self, layer: int) -> None:
-        """The layer's plan has fewer places than this rank's tokens, which stay at home."""
+    def cannot_reroute(self, layer: int, error: ValueError) -> None:
+        """The layer's plan has fewer places than this rank's tokens; they stay where it returns."""
+        raise error
 
 
 class HostBalancer:
@@ -81,7 +82,7 @@ class HostBalancer:
         policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
-        samples: HostSamples | None = None,
+        samples: LayerSamples | None = None,
     ) -> None:
         """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
 
@@ -96,11 +97,9 @@ class HostBalancer:
         self._fabric = fabric
         self._policies = policies
         self._recorder = recorder
-        self._costs, self._samples = costs, samples
+        self._costs, self._samples = costs, samples or LayerSamples()
         self._own_time = OwnTime(costs, shape.num_masters)
-        self._fixed_speeds = fixed_speeds(setup.config.speeds, shape.num_ranks)
-        if self._fixed_speeds is not None:
-            self._context = replace(self._context, speeds=self._fixed_speeds)
+        self._measures = setup.speeds is None
         expert_bytes = [layer.bytes_per_expert for layer in layers]
         self._records = Records(setup, expert_bytes, recorder, self._own_time)
         self._identity = torch.from_numpy(
@@ -151,7 +150,7 @@ class HostBalancer:
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
         decision, plan = self._plan(layer, loads, inconsistent)
         watch.lap(Stage.PLAN)
-        if self._samples and not self._samples.agree(layer, decision, plan, loads):
+        if not self._samples.agree(layer, decision, plan, loads):
             decision, plan = Decision.INCONSISTENT, None
         watch.leave_out()
         sent = self._replicate(layer, plan)
@@ -172,9 +171,8 @@ class HostBalancer:
             if routed.plan is not None:
                 self._fabric.wait_slots(self._layers[routed.layer], routed.plan.copied)
             routed.watch.lap(Stage.WAIT)
-            if self._samples is not None:
-                self._samples.check_routed(*routed.ids)
-                routed.watch.leave_out()
+            self._samples.check_routed(*routed.ids)
+            routed.watch.leave_out()
             routed.experts_ns = -time.perf_counter_ns()
 
     def experts_done(self, micro_batch: int = 0) -> None:
@@ -195,8 +193,7 @@ class HostBalancer:
         routed.watch.lap(Stage.COMPUTE)
         self._computed.append(routed)
         self._recorder.progress += 1
-        if self._samples is not None:
-            self._samples.check_computed()
+        self._samples.check_computed()
         if routed.layer == len(self._layers) - 1:
             self._record_batch()
 
@@ -226,8 +223,7 @@ class HostBalancer:
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
-        doubt = self._samples is not None and self._samples.is_in_doubt
-        told = doubt, layer in self._forgets
+        told = self._samples.is_in_doubt, layer in self._forgets
         rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, *told))
         if self._batch_policy is None:
             self._agree(rows)
@@ -248,8 +244,7 @@ class HostBalancer:
         self._batch_policy = Policy.OFF
         for residents in self._residents:
             residents.forget()
-        if self._samples is not None:
-            self._samples.is_in_doubt = False
+        self._samples.is_in_doubt = False
         if self._policies is not None:
             try:
                 self._policies.switch_off_in_doubt()
@@ -260,7 +255,7 @@ class HostBalancer:
     def _agree(self, rows: NDArray[np.int64]) -> None:
         """Settle what holds for this batch, from all ranks' rows (R, W) of its first layer."""
         self._batch_policy = list(Policy)[int(rows[0, POLICY])]
-        if self._fixed_speeds is None:
+        if self._measures:
             self._context = replace(self._context, speeds=measured_speeds(rows[:, TIME]))
 
     def _plan(
@@ -326,10 +321,10 @@ class HostBalancer:
         masters = self._context.shape.num_masters
         try:
             return reroute(topk_ids, plan.share, plan.slot_expert, masters)
-        except ValueError:
-            if self._samples is None or self._view is TokenView.SHARED:
+        except ValueError as error:
+            if self._view is TokenView.SHARED:
                 raise  # others may do something else with the same tokens
-            self._samples.cannot_reroute(layer)
+            self._samples.cannot_reroute(layer, error)
             return self.identity(topk_ids)
 
     def _record_batch(self) -> None:

@@ -14,16 +14,10 @@ Noise must not change a plan, and a plan must not change what is measured:
 
 from collections import deque
 
-import numpy as np
-from numpy.typing import NDArray
-from ultraep_kernels.host.speeds import full_speeds, whole_speeds
-
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.errors import ConfigError
-from ultraep_serve.types import parse_speeds
 
-__all__ = ["OwnTime", "fixed_speeds"]
+__all__ = ["OwnTime"]
 
 _BATCHES = 41  # looked back on, of which the one in this place, by time, is published
 _PLACE = 10
@@ -66,16 +60,3 @@ class OwnTime:
             found = max(1, sorted(self._batches)[_PLACE])
             if abs(found - self.picoseconds) * _CLEARLY > self.picoseconds:
                 self.picoseconds = found
-
-
-def fixed_speeds(text: str, num_ranks: int) -> NDArray[np.int64] | None:
-    """Speeds (R,) that the setting ``text`` fixes, the largest FULL_SPEED; None for "auto".
-
-    Raises ConfigError unless there is one per rank.
-    """
-    if text == "auto":
-        return None
-    values = parse_speeds(text)
-    if values and len(values) != num_ranks:
-        raise ConfigError(f"speeds = {text!r} has {len(values)} numbers for {num_ranks} ranks")
-    return whole_speeds(values) if values else full_speeds(num_ranks)
