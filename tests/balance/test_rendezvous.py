@@ -1,16 +1,22 @@
 """How ranks hand each other memory, between real processes; memfds stand in for GPU memory."""
 
 import os
+import resource
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.balance import rendezvous
-from ultraep_serve.balance.rendezvous import SocketRendezvous
+from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain
+from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import FabricError
+from ultraep_serve.system.topology import Location
 
 
 def open_descriptors() -> int:
@@ -25,13 +31,11 @@ def swap_memory(rank: int, num_ranks: int, run_path: Path, count: int) -> list[t
         os.write(mine[-1], f"rank {rank} memory {index}".encode())
     before = open_descriptors()
     time.sleep(0.05 * ((rank * 3) % num_ranks))  # they do not come in order
-    handshakes = SocketRendezvous(run_path, rank, range(num_ranks), 30.0).swap(
-        f"layout {rank}".encode(), mine
-    )
+    meeting = SocketRendezvous(run_path, rank, range(num_ranks), 30.0)
+    handshakes = dict(meeting.swap(f"layout {rank}".encode(), mine))
     assert open_descriptors() == before + (num_ranks - 1) * count  # no socket is left
-    assert handshakes[rank].shareables == []
     seen = []
-    for handshake in handshakes[:rank] + handshakes[rank + 1 :]:
+    for _, handshake in sorted(handshakes.items()):
         assert len(handshake.shareables) == count
         for index, descriptor in enumerate(handshake.shareables):
             assert isinstance(descriptor, int)
@@ -57,9 +61,27 @@ def test_a_socket_of_an_earlier_run_is_replaced(run_path: Path) -> None:
     assert list(run_path.iterdir()) == []
 
 
+def map_many_layers(rank: int, run_path: Path) -> tuple[int, int]:
+    """Descriptors before and after, where fewer may be open than all ranks' memory takes."""
+    pool = SlotPool(HostMemory(), 1, 4096, per_layer=True)
+    for _ in range(60):
+        pool.adopt([torch.zeros(1, 8192)])
+    before = open_descriptors()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 200, before + 200))
+    meeting = SocketRendezvous(run_path, rank, range(4), 30.0)
+    with ExitStack() as undo:
+        map_domain(pool, meeting, Location.on_one_host(rank, 4), 4096, [], undo)
+        return before, open_descriptors()
+
+
+def test_memory_of_one_rank_after_the_other_is_mapped(run_path: Path) -> None:
+    for before, after in run_ranks(map_many_layers, 4, run_path):
+        assert after <= before + 2
+
+
 def come_or_stay_away(rank: int, run_path: Path, absent: int) -> None:
     if rank != absent:
-        SocketRendezvous(run_path, rank, range(3), 0.5).swap(b"", [])
+        list(SocketRendezvous(run_path, rank, range(3), 0.5).swap(b"", []))
 
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
@@ -86,7 +108,7 @@ def test_a_rank_that_ends_half_way_leaves_no_descriptors(run_path: Path) -> None
             os._exit(0)
         listener.close()
         with pytest.raises(FabricError, match="sent 1 of 2 descriptors"):
-            SocketRendezvous(run_path, 1, range(2), 5.0).swap(b"", [])
+            list(SocketRendezvous(run_path, 1, range(2), 5.0).swap(b"", []))
         os.waitpid(pid, 0)
     assert open_descriptors() == before
 
@@ -96,4 +118,4 @@ def test_where_proc_is_not_mounted_the_error_says_so(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_OPEN_FILES", tmp_path / "none")
     with pytest.raises(FabricError, match="/proc is not mounted here"):
-        SocketRendezvous(tmp_path, 0, range(2), 5.0).swap(b"", [])
+        list(SocketRendezvous(tmp_path, 0, range(2), 5.0).swap(b"", []))

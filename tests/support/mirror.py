@@ -5,7 +5,7 @@ sends lands in its own slots, so their bytes mean nothing.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -72,12 +72,13 @@ class Mirror:
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
 
-    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+    def swap(
+        self, layout: bytes, shareables: Sequence[Shareable]
+    ) -> Generator[tuple[int, Handshake]]:
         """As ``Rendezvous.swap``."""
-        return [
-            Handshake(layout, [os.dup(int(item)) for item in shareables if rank != self._rank])
-            for rank in range(self._num_ranks)
-        ]
+        for rank in range(self._num_ranks):
+            if rank != self._rank:
+                yield rank, Handshake(layout, [os.dup(int(item)) for item in shareables])
 
 
 def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:

@@ -10,8 +10,8 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -54,8 +54,10 @@ class Rendezvous(Protocol):
 
     kind: HandleKind
 
-    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
-        """Return all handshakes by rank, this rank's without shareables, when all have come.
+    def swap(
+        self, layout: bytes, shareables: Sequence[Shareable]
+    ) -> Generator[tuple[int, Handshake]]:
+        """Yield the rank and handshake of each other rank of the domain as it comes.
 
         Raises FabricError, PeerTimeoutError when a rank does not come.
         """
@@ -107,33 +109,35 @@ def map_domain(
     driver.synchronize()  # before anybody can raise a flag in it
     sizes = [each.size for each in memory]
     mine = _Announcement(sizes[0], sizes[1:], pool.num_slots, limits, driver.uuid)
-    found = Domain([], [], [])
+    is_seen = rendezvous.kind is HandleKind.FILE_DESCRIPTOR
+    own = signals, _mapped(pool, pool.regions, undo), os.getpid() if is_seen else 0
+    found = {location.rank: own}
     with ExitStack() as descriptors:
         shareables = []
         for allocation in memory:
             shareables.append(driver.share(allocation.handle))
             _close_later(shareables[-1], descriptors)
-        handshakes = rendezvous.swap(json.dumps(asdict(mine)).encode(), shareables)
-        for handshake in handshakes:
-            for shareable in handshake.shareables:
-                _close_later(shareable, descriptors)
-        for rank, handshake in zip(location.domain, handshakes, strict=True):
-            theirs = _Announcement(**json.loads(handshake.layout))
-            if theirs != mine:
-                raise FabricError(f"rank {rank} laid out its slots unlike rank {location.rank}")
-            driver.require_peer(theirs.device, rank)
-            found.processes.append(handshake.process)
-            if rank == location.rank:
-                found.signals.append(signals)
-                found.pools.append(_mapped(pool, pool.regions, undo))
-                continue
-            received = []
-            for size, shareable in zip(sizes, handshake.shareables, strict=True):
-                received.append(Allocation(driver.receive(shareable), size))
-                undo.callback(driver.release, received[-1].handle)
-            found.signals.append(_mapped(pool, received[:1], undo))
-            found.pools.append(_mapped(pool, received[1:], undo))
-    return found
+        others = rendezvous.swap(json.dumps(asdict(mine)).encode(), shareables)
+        for rank, handshake in descriptors.enter_context(closing(others)):
+            # one after the other: all of them together may be more than a process may open
+            with ExitStack() as once_mapped:
+                for shareable in handshake.shareables:
+                    _close_later(shareable, once_mapped)
+                theirs = _Announcement(**json.loads(handshake.layout))
+                if theirs != mine:
+                    raise FabricError(f"rank {rank} laid out its slots unlike rank {location.rank}")
+                driver.require_peer(theirs.device, rank)
+                received = []
+                for size, shareable in zip(sizes, handshake.shareables, strict=True):
+                    received.append(Allocation(driver.receive(shareable), size))
+                    once_mapped.callback(driver.release, received[-1].handle)
+                theirs_mapped = (
+                    _mapped(pool, received[:1], undo),
+                    _mapped(pool, received[1:], undo),
+                )
+                found[rank] = (*theirs_mapped, handshake.process)
+    by_rank = (found[rank] for rank in location.domain)
+    return Domain(*map(list, zip(*by_rank, strict=True)))
 
 
 def of_group(location: Location, addresses: Sequence[int]) -> list[int]:
@@ -169,13 +173,15 @@ class SocketRendezvous:
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
 
-    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+    def swap(
+        self, layout: bytes, shareables: Sequence[Shareable]
+    ) -> Generator[tuple[int, Handshake]]:
         """Ranks connect to all lower ones in turn, then let the higher ones come."""
         descriptors = [item for item in shareables if isinstance(item, int)]
         assert len(descriptors) == len(shareables), "fabric handles need no socket"
         deadline = time.monotonic() + self._timeout_seconds
-        found = {self._rank: Handshake(layout, [], os.getpid())}
-        with ExitStack() as undo, ExitStack() as connections:
+        found = {self._rank}
+        with ExitStack() as connections:
             listener = self._listen(connections)
             try:
                 for peer in self._ranks[:-1]:  # as many as there are others
@@ -186,8 +192,9 @@ class SocketRendezvous:
                     )
                     connections.enter_context(connection)
                     self._send(connection, layout, descriptors)
-                    rank, handshake = _receive(connection, undo)
-                    found[rank] = handshake
+                    rank, handshake = _receive(connection)
+                    found.add(rank)
+                    yield rank, handshake
             except TimeoutError:
                 raise PeerTimeoutError(
                     f"rank {self._rank} waited for {self._missing(found)}, which did not come "
@@ -200,10 +207,8 @@ class SocketRendezvous:
                 ) from error
             if sorted(found) != list(self._ranks):
                 raise FabricError(f"ranks {sorted(found)} came, not {list(self._ranks)}")
-            undo.pop_all()
-        return [found[rank] for rank in self._ranks]
 
-    def _missing(self, found: dict[int, Handshake]) -> str:
+    def _missing(self, found: set[int]) -> str:
         return f"rank {', '.join(str(rank) for rank in self._ranks if rank not in found)}"
 
     def _path_of(self, rank: int) -> Path:
@@ -276,13 +281,15 @@ class GatherRendezvous:
         self._rank = rank
         self._all_gather = all_gather
 
-    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+    def swap(
+        self, layout: bytes, shareables: Sequence[Shareable]
+    ) -> Generator[tuple[int, Handshake]]:
         handles = [item for item in shareables if isinstance(item, bytes)]
         assert len(handles) == len(shareables), "file descriptors mean nothing to other hosts"
         layouts, joined = self._all_gather(layout), self._all_gather(b"".join(handles))
-        found = list(map(Handshake, layouts, map(_handles, joined)))
-        found[self._rank].shareables.clear()
-        return found
+        for rank, handshake in enumerate(map(Handshake, layouts, map(_handles, joined))):
+            if rank != self._rank:
+                yield rank, handshake
 
 
 def _handles(joined: bytes) -> list[Shareable]:
@@ -305,20 +312,23 @@ def _address_of(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def _receive(peer: socket.socket, undo: ExitStack) -> tuple[int, Handshake]:
-    """Receive a rank's handshake; ``undo`` closes its descriptors."""
+def _receive(peer: socket.socket) -> tuple[int, Handshake]:
+    """Receive a rank's handshake, or nothing of it."""
     rank, size, count = _HEADER.unpack(_read(peer, _HEADER.size))
     layout = _read(peer, size)
     descriptors: list[Shareable] = []
-    while len(descriptors) < count:
-        wanted = min(count - len(descriptors), _DESCRIPTORS_PER_MESSAGE)
-        data, batch, _, _ = socket.recv_fds(peer, 1, wanted)
-        for descriptor in batch:
-            undo.callback(os.close, descriptor)
-            os.set_inheritable(descriptor, False)
-        if not data or len(batch) != wanted:
-            raise OSError(f"rank {rank} sent {len(batch)} of {wanted} descriptors (see ulimit -n)")
-        descriptors += batch
+    with ExitStack() as undo:
+        while len(descriptors) < count:
+            wanted = min(count - len(descriptors), _DESCRIPTORS_PER_MESSAGE)
+            data, batch, _, _ = socket.recv_fds(peer, 1, wanted)
+            for descriptor in batch:
+                undo.callback(os.close, descriptor)
+                os.set_inheritable(descriptor, False)
+            if not data or len(batch) != wanted:
+                came = f"{len(batch)} of {wanted} descriptors"
+                raise OSError(f"rank {rank} sent {came} (see ulimit -n)")
+            descriptors += batch
+        undo.pop_all()
     size = _CREDENTIALS.size
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return rank, Handshake(layout, descriptors, _CREDENTIALS.unpack(credentials)[0])

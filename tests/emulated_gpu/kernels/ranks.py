@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,20 +127,20 @@ class _Meeting:
         class _Rendezvous:
             kind = meeting.kind
 
-            def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+            def swap(
+                self, layout: bytes, shareables: Sequence[Shareable]
+            ) -> Generator[tuple[int, Handshake]]:
                 return meeting.swap(position, layout, shareables)
 
         return _Rendezvous()
 
     def swap(
         self, position: int, layout: bytes, shareables: Sequence[Shareable]
-    ) -> list[Handshake]:
+    ) -> Generator[tuple[int, Handshake]]:
         """As ``Rendezvous.swap``."""
         self._said[position] = layout, [int(item) for item in shareables]
         self._barrier.wait(60)
-        found = [
-            Handshake(said, [] if other == position else [os.dup(item) for item in items])
-            for other, (said, items) in sorted(self._said.items())
-        ]
+        for other, (said, items) in sorted(self._said.items()):
+            if other != position:
+                yield other, Handshake(said, [os.dup(item) for item in items])
         self._barrier.wait(60)
-        return found
