@@ -94,6 +94,7 @@ def environment(libraries: list[Path], devices: int) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": folder,
         "TRITON_CACHE_DIR": str(MADE / "triton"),
         "VLLM_CACHE_ROOT": str(MADE / "vllm"),
+        "SGLANG_JIT_CACHE_DIR": str(MADE / "sglang"),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one waits for a count that a kernel makes
