@@ -38,7 +38,7 @@ from tests.emulated_gpu.references.check import (  # noqa: E402
     check_marlin,
 )
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
-from tests.support.ways_to_start import ENVIRONMENT, SETTINGS, balanced_layers  # noqa: E402
+from tests.support.ways_to_start import SETTINGS, balanced_layers  # noqa: E402
 from ultraep_lab.demo.models import make_model  # noqa: E402
 from ultraep_lab.this_machine import free_port  # noqa: E402
 from ultraep_serve.sidecar.proof import self_check_of, verification_of  # noqa: E402
@@ -57,8 +57,9 @@ WAYS = (
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
-    Way("sglang", mistakes=("slot",)),
+    Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
+    Way("sglang", parallel="data", decode_in_graphs=True),
 )
 
 
@@ -113,7 +114,7 @@ def check(model: Path, expected: Path, way: Way) -> dict[str, Any]:
         tempfile.TemporaryDirectory(dir="/dev/shm") as run,
     ):
         port, started = free_port(), []
-        environment = {**os.environ, **ENVIRONMENT, **NOT_FORKED, PLACE: f"{folder}/mistake"}
+        environment = {**os.environ, **NOT_FORKED, PLACE: f"{folder}/mistake"}
         for rank in range(way.processes):
             out, own = Path(folder, f"{rank}.json"), way.environment(rank, port)
             given = [out, model, expected, run, json.dumps(asdict(way)), rank]
