@@ -26,8 +26,11 @@ from tests.emulated_gpu.references.layers import (
     rotary_embedding,
     silu_and_mul,
 )
+from tests.emulated_gpu.references.quantisation import by_group
 
 __all__ = ["compute_sglang"]
+
+LEAST_LARGEST = 1e-10  # of a group's values, as its scale has it
 
 
 @cache  # plug-ins may be called again
@@ -110,6 +113,12 @@ def moe_align_block_size(
     num_tokens_post_pad.fill_(len(order))
 
 
+@in_stream
+def moe_sum_reduce(input: torch.Tensor, output: torch.Tensor, routed_scaling_factor: float) -> None:
+    """Of the choices of each token (T, K, H)."""
+    output.copy_((input.float().sum(1) * routed_scaling_factor).to(output.dtype))
+
+
 # ---- functions that SGLang compiles as it starts
 
 
@@ -180,8 +189,24 @@ def mask_topk_ids(topk_ids: torch.Tensor, number: torch.Tensor) -> None:
     topk_ids[int(number) :] = -1
 
 
+@in_stream
+def per_token_group_quant(
+    input: torch.Tensor, output_q: torch.Tensor, output_s: torch.Tensor
+) -> None:
+    """Groups of the tokens' values, each with a scale in float32."""
+    if input.shape != output_q.shape or output_s.dtype != torch.float32:
+        raise NotImplementedError("the emulated GPU has no values for activations or packed scales")
+    info = torch.finfo if output_q.dtype.is_floating_point else torch.iinfo
+    limits = info(output_q.dtype).min, info(output_q.dtype).max
+    size = input.shape[-1] // output_s.shape[-1]
+    by_group(input, output_q, output_s, size, LEAST_LARGEST, limits, False)
+
+
 _LOOK_AT_NO_VALUES = ("weak_ref_tensor",)
-_OPERATORS = {each.__name__: each for each in (rmsnorm, fused_add_rmsnorm, moe_align_block_size)}
+_OPERATORS = {
+    each.__name__: each
+    for each in (rmsnorm, fused_add_rmsnorm, moe_align_block_size, moe_sum_reduce)
+}
 _MODULES: dict[str, dict[str, Callable[..., Any]]] = {  # by the beginnings of their names
     "activation": {
         "run_activation": run_activation,
@@ -190,5 +215,6 @@ _MODULES: dict[str, dict[str, Callable[..., Any]]] = {  # by the beginnings of t
     "dpsk_v4_mask_topk": {"run": mask_topk_ids},
     "clamp_position": {"clamp_position": clamp_position},
     "fused_rope_true": {"run_rope": run_rope, "run_rope_store": run_rope_store},  # of halves
+    "per_token_group_quant": {"per_token_group_quant": per_token_group_quant},
     "kvcache": {"store_cache": store_cache},
 }
