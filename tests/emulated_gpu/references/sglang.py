@@ -138,6 +138,19 @@ def run_activation_filtered(
 
 
 @in_stream
+def qknorm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+) -> None:
+    """In place, of each head (T, heads, head)."""
+    rms_norm(q, q, q_weight, eps)
+    rms_norm(k, k, k_weight, eps)
+
+
+@in_stream
 def run_rope(
     q: torch.Tensor, k: torch.Tensor, cos_sin_cache: torch.Tensor, positions: torch.Tensor
 ) -> None:
@@ -216,5 +229,6 @@ _MODULES: dict[str, dict[str, Callable[..., Any]]] = {  # by the beginnings of t
     "clamp_position": {"clamp_position": clamp_position},
     "fused_rope_true": {"run_rope": run_rope, "run_rope_store": run_rope_store},  # of halves
     "per_token_group_quant": {"per_token_group_quant": per_token_group_quant},
+    "qknorm": {"qknorm": qknorm},
     "kvcache": {"store_cache": store_cache},
 }
