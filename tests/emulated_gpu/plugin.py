@@ -1,56 +1,49 @@
 """What is real on the emulated GPU, in every process that imports torch.
 
 The kernels of this project are executed as Triton compiles them, by the machine in ``kernels``, so
-plans, rerouted ids, the bytes in slots and records are right. Where ``EMULATED_GPU_OPERATORS``
-names a library, torch's operators, both engines' and their Triton kernels have values too
-(``operators``, ``references``). Without it they do nothing.
+plans, rerouted ids, the bytes in slots and records are right. torch's operators, both engines' and
+their Triton kernels have values too (``operators``, ``references``).
 """
 
 import ctypes
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 __all__ = ["execute_kernels", "prepare_sglang", "prepare_vllm"]
 
-_OPERATORS = "EMULATED_GPU_OPERATORS"
 _OURS = "ultraep_kernels"  # in the names of source files, which Triton puts into PTX
 _kept: list[Any] = []  # that the library reads
 
 
 def execute_kernels() -> None:
     """Entry point of torch: execute what Triton loads of this project, and give torch values."""
-    if "ULTRAEP_EMULATED_GPU" in os.environ:
-        from triton import knobs
+    from triton import knobs
 
-        knobs.runtime.kernel_load_end_hook = _execute
-    if _OPERATORS in os.environ:
-        from tests.emulated_gpu.operators.host import compute_torch
-        from tests.emulated_gpu.operators.interpreter import interpret_kernels
+    from tests.emulated_gpu.operators.host import compute_torch
+    from tests.emulated_gpu.operators.interpreter import interpret_kernels
 
-        compute_torch()
-        interpret_kernels()
+    knobs.runtime.kernel_load_end_hook = _execute
+    compute_torch()
+    interpret_kernels()
 
 
 def prepare_vllm() -> None:
     """Entry point of vLLM: give what it has compiled values."""
-    if _OPERATORS in os.environ:
-        from tests.emulated_gpu.mistakes import make_mistakes
-        from tests.emulated_gpu.references.vllm import compute_vllm
+    from tests.emulated_gpu.mistakes import make_mistakes
+    from tests.emulated_gpu.references.vllm import compute_vllm
 
-        compute_vllm()
-        make_mistakes()
+    compute_vllm()
+    make_mistakes()
 
 
 def prepare_sglang() -> None:
     """Entry point of SGLang: give what it has compiled values."""
-    if _OPERATORS in os.environ:
-        from tests.emulated_gpu.mistakes import make_mistakes
-        from tests.emulated_gpu.references.sglang import compute_sglang
+    from tests.emulated_gpu.mistakes import make_mistakes
+    from tests.emulated_gpu.references.sglang import compute_sglang
 
-        compute_sglang()
-        make_mistakes()
+    compute_sglang()
+    make_mistakes()
 
 
 def _execute(module: int, function: int, name: str, files: dict[str, str], key: str) -> None:

@@ -36,6 +36,7 @@ from tests.emulated_gpu.references.check import (  # noqa: E402
     check_attention,
     check_experts,
     check_marlin,
+    check_sglangs_attention,
 )
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
 from tests.support.ways_to_start import SETTINGS, balanced_layers  # noqa: E402
@@ -65,13 +66,16 @@ WAYS = (
 
 def main() -> None:
     """Rows for what all stands on, and one for every way."""
+    from sglang.srt.plugins import load_plugins
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    load_plugins()
     report = Report(Path(sys.argv[1]))
     report.run("torch's samples of its operators", check_operators)
     report.run("collectives", check_collectives)
     report.run("vllm's attention", check_attention)
+    report.run("sglang's attention", check_sglangs_attention)
     report.run("vllm's experts", check_experts)
     report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
