@@ -88,6 +88,7 @@ def environment(libraries: list[Path], operators: Path, devices: int) -> dict[st
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "EMULATED_GPU_DEVICES": str(devices),
         "EMULATED_GPU_OPERATORS": str(operators),
+        "VLLM_USE_DEEP_GEMM": "0",  # nobody computes what it compiles
         "TORCHDYNAMO_DISABLE": "1",  # what it compiles for a GPU would be launched
         "OMP_NUM_THREADS": "1",
     }

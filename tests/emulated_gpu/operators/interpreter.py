@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import triton.language as tl
 from triton.language.extra import cuda
 from triton.runtime import interpreter, jit
 
@@ -50,8 +51,16 @@ def _compute(kernel: Any, args: Any, named: Any, grid: tuple[int, ...]) -> None:
         if reference(SimpleNamespace(**given)):
             return
     interpreted = interpreter.InterpretedFunction(kernel.fn)
-    with patch.multiple(cuda, gdc_wait=_done, gdc_launch_dependents=_done):
+    with (
+        patch.multiple(cuda, gdc_wait=_done, gdc_launch_dependents=_done),
+        patch.object(cuda.libdevice, "round", _round),
+    ):
         _InPlace(interpreted.rewrite(), interpreted.arg_names, grid)(*args, **named)
+
+
+def _round(x: Any) -> Any:
+    """To the nearest, halves away from 0."""
+    return tl.where(x < 0, -tl.floor(0.5 - x), tl.floor(x + 0.5))
 
 
 def _done() -> None:
