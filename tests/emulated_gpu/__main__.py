@@ -30,7 +30,7 @@ from tests.emulated_gpu.operators.build import build_operators  # noqa: E402
 MADE = ROOT / "build" / "emulated_gpu"
 KIT = ROOT / "build" / "gpu_kit"
 PARTS = (
-    *("kit", "values", "engine", "server-vllm", "server-sglang", "formats"),
+    *("kit", "values", "engine", "server-vllm", "server-sglang"),
     *("experts-vllm", "experts-sglang"),
 )
 

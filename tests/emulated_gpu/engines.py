@@ -9,9 +9,8 @@ from engine import GRAPHS, sharing
 
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 
-__all__ = ["RANKS", "Engine", "Way", "start"]
+__all__ = ["Engine", "Way", "start"]
 
-RANKS = 2
 CONTEXT, CHUNK, MOST_SEQUENCES, CACHE_TOKENS = 2048, 160, 16, 8192  # prefill is cut into chunks
 TYPE = "float32"  # in bfloat16 the two likeliest tokens are often equally likely
 VLLM = {
@@ -40,38 +39,37 @@ SGLANG = {
     "attention_backend": "triton",
     "moe_runner_backend": "triton",
     "sampling_backend": "pytorch",
-    "tp_size": RANKS,
-    "ep_size": RANKS,
 }
 Tokens = list[list[int]]  # of each prompt
 
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine serves on two ranks."""
+    """How an engine serves."""
 
     engine: str = "vllm"
     parallel: str = "tensor"
     runner: int = 2  # of vLLM's two model runners
     decode_in_graphs: bool = False
+    ranks: int = 2
     mistakes: Sequence[str] = ()
 
     @property
     def name(self) -> str:
         runner = f", V{self.runner} runner" if self.engine == "vllm" else ""
         batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
-        return f"{self.engine}, {RANKS} {self.parallel}-parallel ranks{runner}, {batches}"
+        return f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
 
     @property
     def processes(self) -> int:
         """That are started here: a data-parallel rank is a vLLM of its own, on the same GPU."""
-        return RANKS if (self.engine, self.parallel) == ("vllm", "data") else 1
+        return self.ranks if (self.engine, self.parallel) == ("vllm", "data") else 1
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
         if self.processes > 1:
             return own | sharing(rank, port)
-        return own | {"EMULATED_GPU_DEVICES": str(RANKS)}
+        return own | {"EMULATED_GPU_DEVICES": str(self.ranks)}
 
 
 class Engine(Protocol):
@@ -96,7 +94,7 @@ class _Vllm:
         own: dict[str, Any] = {"enforce_eager": True}
         if way.decode_in_graphs:
             own = {"compilation_config": GRAPHS}
-        own["tensor_parallel_size"] = RANKS if way.parallel == "tensor" else 1
+        own["tensor_parallel_size"] = way.ranks if way.parallel == "tensor" else 1
         self._engine = LLM(model, **VLLM, **own, additional_config={"ultraep": settings})
 
     def generate(self, prompts: Tokens, number: int) -> Tokens:
@@ -120,7 +118,8 @@ class _Sglang:
         if not way.decode_in_graphs:
             own = {"disable_decode_cuda_graph": True}
         if way.parallel == "data":
-            own["attn_dp_size"] = RANKS
+            own["attn_dp_size"] = way.ranks
+        own |= {"tp_size": way.ranks, "ep_size": way.ranks}
         self._engine = sglang.Engine(model_path=model, **SGLANG, **own)
 
     def generate(self, prompts: Tokens, number: int) -> Tokens:

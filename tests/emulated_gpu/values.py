@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from engine import NOT_FORKED, wait_for_all  # noqa: E402
 from report import Report  # noqa: E402
 
-from tests.emulated_gpu.engines import RANKS, Way, start  # noqa: E402
+from tests.emulated_gpu.engines import Way, start  # noqa: E402
 from tests.emulated_gpu.libraries.check_collectives import check_collectives  # noqa: E402
 from tests.emulated_gpu.mistakes import FOUND_BY, PLACE  # noqa: E402
 from tests.emulated_gpu.operators.samples import check_operators  # noqa: E402
@@ -79,7 +79,7 @@ def main() -> None:
     report.run("vllm's experts", check_experts)
     report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        spec = replace(tiny_qwen3(), num_heads=2, head_dim=64)
+        spec = replace(tiny_qwen3(), head_dim=64)  # 4 heads
         model = make_model(Path(folder, "model"), spec)
         expected = Path(folder, "expected.json")
         expected.write_text(json.dumps(by_transformers(model)))
@@ -168,6 +168,7 @@ class Asked:
 
     def __init__(self, model: str, expected: Path, run: Path, way: Way) -> None:
         self._expected, self._run = json.loads(expected.read_text()), run
+        self._rings = [run / f"ring-{rank}" for rank in range(way.ranks)]
         self._engine = start(model, way, {**CHECKED, "run_dir": str(run)})
         self.end = self._engine.end
 
@@ -178,7 +179,7 @@ class Asked:
 
     def shown(self) -> dict[str, Any]:
         """What the rings say: imbalance, the self-check, and samples."""
-        headers = [RingReader(self._run / f"ring-{rank}").header() for rank in range(RANKS)]
+        headers = [RingReader(ring).header() for ring in self._rings]
         samples = verification_of(headers, is_off=False)
         by_check = {name: count.layers for name, count in samples.by_check.items()}
         return {
@@ -189,7 +190,7 @@ class Asked:
 
     def failures(self) -> dict[str, int]:
         """Samples that have failed, by what they check."""
-        headers = [RingReader(self._run / f"ring-{rank}").header() for rank in range(RANKS)]
+        headers = [RingReader(ring).header() for ring in self._rings]
         by_check = verification_of(headers, is_off=False).by_check
         return {name: count.failures for name, count in by_check.items()}
 
