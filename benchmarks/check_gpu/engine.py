@@ -23,7 +23,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 
 import torch  # noqa: E402
-from report import EMULATED, HAS_VALUES, Report  # noqa: E402
+from report import EMULATED, Report  # noqa: E402
 
 from tests.support.quantised import quantise  # noqa: E402
 from tests.support.serving_checks import PROMPTS  # noqa: E402
@@ -66,7 +66,6 @@ def main() -> None:
 
 
 SHM = "/dev/shm"
-UNCHECKED = {"self_check": "off", "verify_every": 0}  # where no engine's kernel computes
 # what is imported here asks CUDA for its devices, after which processes may not be forked
 NOT_FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
@@ -135,7 +134,7 @@ def ask_as_rank(out: Path, model: str, run_path: Path, way: str, rank: int, rank
             settings |= {"enforce_eager": False, "compilation_config": GRAPHS}
     if ranks > 1:
         settings["tensor_parallel_size"] = 1
-    own = {"ultraep": {**SETTINGS, **({} if HAS_VALUES else UNCHECKED), "run_dir": str(run_path)}}
+    own = {"ultraep": {**SETTINGS, "run_dir": str(run_path)}}
     engine = LLM(model, **settings, additional_config=own)
     greedy = SamplingParams(temperature=0, max_tokens=16)
 

@@ -13,9 +13,11 @@ __all__ = ["kernels", "ready"]
 
 def ready(device: torch.device) -> AbstractContextManager[object]:
     """Publish settings, which kernels read; a group is for memory that ranks share."""
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+    load_plugins()  # as SGLang does wherever it runs
     set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
     return get_parallel().override(tp_group=None)
 

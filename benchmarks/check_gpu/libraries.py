@@ -18,7 +18,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 
 import torch  # noqa: E402
-from report import HAS_VALUES, Report  # noqa: E402
+from report import EMULATED, Report  # noqa: E402
 
 from tests.support.launches import host_microseconds_per_layer  # noqa: E402
 
@@ -44,7 +44,7 @@ def main() -> None:
         load_general_plugins()  # as vLLM does wherever it runs
         for operator in (silu_and_mul, rms_norm, topk_softmax, moe_align_block_size):
             report.run(f"vllm's {operator.__name__}", operator)
-    if not HAS_VALUES:  # on a GPU the part "device" says so
+    if EMULATED:  # on a GPU the part "device" says so
         report.run("the host's part of a layer, us", host_microseconds_per_layer)
     report.run("all-reduce of two processes", all_reduce_apart)
     sys.exit(not report.all_passed)

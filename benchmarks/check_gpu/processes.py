@@ -145,5 +145,5 @@ PARTS = (
     Part("experts-sglang", 60, _experts("sglang")),
     Part("first-token", 150, _engine("vllm", "first_token.py")),
 )
-if "EMULATED_GPU_OPERATORS" in os.environ:  # where they compute what a GPU would
+if "EMULATED_GPU_OPERATORS" in os.environ:
     PARTS += (Part("values", 360, _values),)

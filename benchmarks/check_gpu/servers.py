@@ -2,11 +2,12 @@
 
 servers.py FOUND vllm|sglang
 
-A row for each way to run batches (vLLM eagerly and with decode batches in CUDA graphs). The server
-measures its costs, checks itself and samples while it serves, but on the emulated GPU. It is asked
-the same prompts under `off` and `quota`, which is set over HTTP, and its page, `/readyz` and
-metrics are read. Then a rank is killed: the server has to end. With one GPU both ranks share it
-(``one_gpu``); SGLang gives each rank of a host its own, so there they start as those of two hosts.
+A row for each way to run batches (decode batches in CUDA graphs, and vLLM eagerly too). The server
+measures its costs, but on the emulated GPU, checks itself, and samples all layers of all prefill
+batches. It is asked the same prompts under `off` and `quota`, which is set over HTTP, and its page,
+`/readyz` and metrics are read. Then a rank is killed: the server has to end. With one GPU both
+ranks share it (``one_gpu``); SGLang gives each rank of a host its own, so there they start as those
+of two hosts.
 """
 
 import os
@@ -25,7 +26,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
-from report import EMULATED, HAS_VALUES, Report  # noqa: E402
+from report import EMULATED, Report  # noqa: E402
 
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
@@ -55,7 +56,6 @@ FLAGS = {
         *("--max-total-tokens", str(2 * CONTEXT), "--mem-fraction-static", "0.3"),
         *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
         *("--sampling-backend", "pytorch", "--disable-custom-all-reduce"),
-        "--disable-cuda-graph",
     ],
 }
 GRAPHS = (
@@ -63,10 +63,10 @@ GRAPHS = (
 )
 WAYS = {
     "vllm": {"eager": ["--enforce-eager"], "graphs": ["--compilation-config", GRAPHS]},
-    "sglang": {"eager": []},
+    "sglang": {"graphs": ["--cuda-graph-bs-decode", "1", "2", "4", "8"]},
 }
-# where no engine's kernel computes there is nothing to measure and to compare
-UNCHECKED = "--self-check", "off", "--verify-every", "0", "--costs", MOVING_ALWAYS_PAYS.to_json()
+CHECKED = "--verify-every", "1"
+NOT_MEASURED = "--costs", MOVING_ALWAYS_PAYS.to_json()  # where a CPU plays the GPU
 RANK_TITLES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}  # of processes
 
 
@@ -99,7 +99,7 @@ def main() -> None:
         model = make_model(Path(folder, "model"), spec)
         for way, flags in WAYS[engine].items():
             log = Path(folder, f"{way}.log")
-            given = [*FLAGS[engine], *flags, *([] if HAS_VALUES else UNCHECKED)]
+            given = [*FLAGS[engine], *flags, *CHECKED, *(NOT_MEASURED if EMULATED else ())]
             report.run(f"{engine}, {way}", serve, engine, model, given, log)
     sys.exit(not report.all_passed)
 
@@ -119,6 +119,9 @@ def serve(engine: str, model: Path, flags: Sequence[str], log: Path) -> dict[str
     # in bfloat16 sums in another order may change a token between two that are nearly as likely
     assert 2 * compared.same >= compared.prompts, "more than half of the answers differ"
     assert found["imbalance"]["after"] < found["imbalance"]["before"], "nothing was balanced"
+    samples = found["samples"]
+    assert samples["layers"], "nothing was sampled"
+    assert not samples["failures"], "samples failed"
     return found
 
 
@@ -158,7 +161,7 @@ def shown(server: GpuServer) -> dict[str, Any]:
         "imbalance": imbalance,
         "batches": balance["batches"],
         "self_check": balance["self_check"],
-        "samples": balance.get("verification"),
+        "samples": balance["verification"],
     }
 
 

@@ -5,12 +5,11 @@
 
 It makes what is missing in build/: an environment with PyTorch for CUDA (6 GB), the kit of both
 engines, and the emulated GPU's libraries (``libraries``). Their memory is the host's. The kernels
-of this project are executed (``kernels``). In the parts with values torch's operators and vLLM's
-compute too (``operators``, ``references``), and every answer is checked; in the others they do
-nothing, and a check ends where it would compare values. It shows libraries, flags, devices, all
-that the host does, what is balanced, and answers; it shows no order between streams, no numbers of
-compiled kernels, no NCCL and no times. Needs Linux, an x86-64 processor, Python 3.11 or later, gcc,
-g++, xz, and for SGLang nvcc of CUDA 13.
+of this project are executed (``kernels``). torch's operators and both engines' compute on the CPU
+(``operators``, ``references``). It shows libraries, flags, devices, all that the host does, what is
+balanced, and answers; it shows no order between streams, no numbers of compiled kernels, no NCCL
+and no times. Needs Linux, an x86-64 processor, Python 3.11 or later, gcc, g++, xz, and for SGLang
+nvcc of CUDA 13.
 """
 
 import argparse
@@ -30,20 +29,18 @@ from tests.emulated_gpu.operators.build import build_operators  # noqa: E402
 
 MADE = ROOT / "build" / "emulated_gpu"
 KIT = ROOT / "build" / "gpu_kit"
-WITH_VALUES = "kit", "values", "engine", "server-vllm", "experts-vllm"
-WITHOUT = "server-sglang", "formats", "experts-sglang"
-PARTS = WITH_VALUES + WITHOUT
+PARTS = (
+    *("kit", "values", "engine", "server-vllm", "server-sglang"),
+    *("experts-vllm", "experts-sglang"),
+)
 
 
 def main() -> None:
-    """Make what is missing, and run the parts, those with values first."""
+    """Make what is missing, and run the parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument(
         "--devices", type=int, default=1, help="GPUs that the machine seems to have"
-    )
-    parser.add_argument(
-        "--without-values", action="store_true", help="in no part; for the host's own times"
     )
     parser.add_argument("--json", type=Path, default=MADE / "found.json", help="the result")
     parser.add_argument("others", nargs="*", help="further arguments of check_gpu, behind --")
@@ -53,19 +50,11 @@ def main() -> None:
         subprocess.run([sys.executable, ROOT / "benchmarks" / "check_gpu" / "kit.py"], check=True)
     site = subprocess.run([python, "-c", SITE], check=True, capture_output=True, text=True).stdout
     libraries = build(Path(site.strip()), MADE / "lib")
-    found = environment(libraries, options.devices)
     operators = build_operators(Path(site.strip()), MADE / "lib")
     command = [python, ROOT / "benchmarks" / "check_gpu", "--kit", KIT, "--json", options.json]
-    command += ["--seconds", "1800", *options.others]
-    has_failed = False
-    computed = () if options.without_values else WITH_VALUES
-    others = [part for part in PARTS if part not in computed]
-    for parts, further in (computed, with_values(operators)), (others, {}):
-        if chosen := [part for part in options.parts if part in parts]:
-            run = [*map(str, command), "--parts", *chosen]
-            has_failed |= subprocess.run(run, env=found | further).returncode != 0
-            command.append("--resume")
-    sys.exit(has_failed)
+    command += ["--seconds", "1800", "--parts", *options.parts, *options.others]
+    found = environment(libraries, operators, options.devices)
+    sys.exit(subprocess.run([*map(str, command)], env=found).returncode)
 
 
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -83,7 +72,7 @@ def machine() -> Path:
     return python
 
 
-def environment(libraries: list[Path], devices: int) -> dict[str, str]:
+def environment(libraries: list[Path], operators: Path, devices: int) -> dict[str, str]:
     """Of every process that is to see the emulated GPU."""
     folder = str(libraries[0].parent)
     path = [str(ROOT), str(FOLDER / "entry_points"), os.environ.get("PYTHONPATH", "")]
@@ -94,19 +83,12 @@ def environment(libraries: list[Path], devices: int) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": folder,
         "TRITON_CACHE_DIR": str(MADE / "triton"),
         "VLLM_CACHE_ROOT": str(MADE / "vllm"),
+        "SGLANG_JIT_CACHE_DIR": str(MADE / "sglang"),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one waits for a count that a kernel makes
         "EMULATED_GPU_DEVICES": str(devices),
-        "ULTRAEP_EMULATED_GPU": "1",
-    }
-
-
-def with_values(operators: Path) -> dict[str, str]:
-    """What else a process needs whose operators compute."""
-    return {
         "EMULATED_GPU_OPERATORS": str(operators),
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_USE_DEEP_GEMM": "0",  # nobody computes what it compiles
         "TORCHDYNAMO_DISABLE": "1",  # what it compiles for a GPU would be launched
         "OMP_NUM_THREADS": "1",
     }

@@ -1,46 +1,35 @@
 """What is real on the emulated GPU, in every process that imports torch.
 
 The kernels of this project are executed as Triton compiles them, by the machine in ``kernels``, so
-plans, rerouted ids, the bytes in slots and records are right. Where ``EMULATED_GPU_OPERATORS``
-names a library, torch's operators, vLLM's and their Triton kernels have values too (``operators``,
-``references``). Without it they do nothing, so an engine's routers choose nobody, and ids are made
-up here before they are balanced.
+plans, rerouted ids, the bytes in slots and records are right. torch's operators, both engines' and
+their Triton kernels have values too (``operators``, ``references``).
 """
 
 import ctypes
 import json
-import os
-from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-__all__ = ["execute_kernels", "play_routing", "prepare_vllm"]
+__all__ = ["execute_kernels", "prepare_sglang", "prepare_vllm"]
 
-_OPERATORS = "EMULATED_GPU_OPERATORS"
 _OURS = "ultraep_kernels"  # in the names of source files, which Triton puts into PTX
-_MOST_EXPERTS = 8  # that play a part; every model here has as many
 _kept: list[Any] = []  # that the library reads
 
 
 def execute_kernels() -> None:
     """Entry point of torch: execute what Triton loads of this project, and give torch values."""
-    if "ULTRAEP_EMULATED_GPU" in os.environ:
-        from triton import knobs
+    from triton import knobs
 
-        knobs.runtime.kernel_load_end_hook = _execute
-    if _OPERATORS in os.environ:
-        from tests.emulated_gpu.operators.host import compute_torch
-        from tests.emulated_gpu.operators.interpreter import interpret_kernels
+    from tests.emulated_gpu.operators.host import compute_torch
+    from tests.emulated_gpu.operators.interpreter import interpret_kernels
 
-        compute_torch()
-        interpret_kernels()
+    knobs.runtime.kernel_load_end_hook = _execute
+    compute_torch()
+    interpret_kernels()
 
 
 def prepare_vllm() -> None:
-    """Entry point of vLLM: give its operators values, or make up what its routers choose."""
-    if _OPERATORS not in os.environ:
-        play_routing()
-        return
+    """Entry point of vLLM: give what it has compiled values."""
     from tests.emulated_gpu.mistakes import make_mistakes
     from tests.emulated_gpu.references.vllm import compute_vllm
 
@@ -48,33 +37,13 @@ def prepare_vllm() -> None:
     make_mistakes()
 
 
-@cache  # plug-ins may be called again
-def play_routing() -> None:
-    """Entry point of SGLang: tokens choose experts by chance, some of them far more often."""
-    import torch
+def prepare_sglang() -> None:
+    """Entry point of SGLang: give what it has compiled values."""
+    from tests.emulated_gpu.mistakes import make_mistakes
+    from tests.emulated_gpu.references.sglang import compute_sglang
 
-    from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-
-    route = DeviceBalancer.route
-
-    @wraps(route)
-    def played(self: Any, layer: int, topk_ids: torch.Tensor, *others: Any, **named: Any) -> Any:
-        topk_ids.copy_(_choices(layer, *topk_ids.shape, topk_ids.dtype))
-        return route(self, layer, topk_ids, *others, **named)
-
-    DeviceBalancer.route = played
-
-
-@cache
-def _choices(layer: int, tokens: int, top_k: int, dtype: Any) -> Any:
-    """(T, K) different experts for each token, the same on every rank."""
-    import torch
-
-    generator = torch.Generator().manual_seed(layer)
-    weights = torch.rand(_MOST_EXPERTS, generator=generator).pow(4).add(0.01).expand(tokens, -1)
-    if not tokens:
-        return torch.empty((0, top_k), dtype=dtype)
-    return torch.multinomial(weights, top_k, generator=generator).to(dtype)
+    compute_sglang()
+    make_mistakes()
 
 
 def _execute(module: int, function: int, name: str, files: dict[str, str], key: str) -> None:

@@ -1,9 +1,9 @@
-"""What has values on the emulated GPU: torch's operators, collectives, and vLLM with its answers.
+"""What has values on the emulated GPU: torch's operators, collectives, and engines' answers.
 
 values.py FOUND                                  a row for each of these, and each way to serve
 values.py rank OUT MODEL EXPECTED RUN WAY RANK   a process of one of the latter
 
-Answers are greedy tokens in float32, compared with those of transformers on the CPU. Every vLLM
+Answers are greedy tokens in float32, compared with those of transformers on the CPU. Every engine
 answers the same prompts balanced, with each of ``mistakes`` if there it makes them, balanced again,
 and with policy off. All layers of all prefill batches are sampled. Tokens must all be those of
 transformers, and samples must fail where a mistake is made and nowhere else.
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT / "benchmarks" / folder) for folder in ("check_gpu", "device")]
 
 import torch  # noqa: E402
-from engine import GRAPHS, NOT_FORKED, sharing, wait_for_all  # noqa: E402
+from engine import NOT_FORKED, wait_for_all  # noqa: E402
 from report import Report  # noqa: E402
 
+from tests.emulated_gpu.engines import Way, start  # noqa: E402
 from tests.emulated_gpu.libraries.check_collectives import check_collectives  # noqa: E402
 from tests.emulated_gpu.mistakes import FOUND_BY, PLACE  # noqa: E402
 from tests.emulated_gpu.operators.samples import check_operators  # noqa: E402
@@ -35,9 +36,10 @@ from tests.emulated_gpu.references.check import (  # noqa: E402
     check_attention,
     check_experts,
     check_marlin,
+    check_sglangs_attention,
 )
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
-from tests.support.ways_to_start import ENVIRONMENT, SETTINGS, balanced_layers  # noqa: E402
+from tests.support.ways_to_start import SETTINGS, balanced_layers  # noqa: E402
 from ultraep_lab.demo.models import make_model  # noqa: E402
 from ultraep_lab.this_machine import free_port  # noqa: E402
 from ultraep_serve.sidecar.proof import self_check_of, verification_of  # noqa: E402
@@ -45,54 +47,10 @@ from ultraep_serve.telemetry.control import ControlPage  # noqa: E402
 from ultraep_serve.telemetry.reader import RingReader  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
-RANKS, SECONDS = 2, 900
+SECONDS = 900
 PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
 LARGEST_IMBALANCE = 1.02
-VLLM = {
-    "dtype": "float32",  # in bfloat16 the two likeliest tokens are often equally likely
-    "max_model_len": 2048,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 160,  # prefill is cut into chunks
-    "gpu_memory_utilization": 0.2,
-    "kv_cache_memory_bytes": 1 << 26,
-    "enable_prefix_caching": False,
-    "enable_expert_parallel": True,
-    "disable_custom_all_reduce": True,
-}
 CHECKED = {**SETTINGS, "self_check": "full", "verify_every": 1, "min_batch_tokens": 64}
-
-
-@dataclass(frozen=True)
-class Way:
-    """How vLLM serves on two ranks."""
-
-    parallel: str = "tensor"
-    runner: int = 2  # of vLLM's two model runners
-    decode_in_graphs: bool = False
-    mistakes: Sequence[str] = ()
-
-    @property
-    def name(self) -> str:
-        batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
-        return f"vllm, {RANKS} {self.parallel}-parallel ranks, V{self.runner} runner, {batches}"
-
-    @property
-    def processes(self) -> int:
-        """That are started here: a data-parallel rank is a vLLM of its own, on the same GPU."""
-        return RANKS if self.parallel == "data" else 1
-
-    def settings(self) -> dict[str, Any]:
-        """Arguments of ``LLM``."""
-        tensor_parallel = RANKS if self.parallel == "tensor" else 1
-        if not self.decode_in_graphs:
-            return {"tensor_parallel_size": tensor_parallel, "enforce_eager": True}
-        return {"tensor_parallel_size": tensor_parallel, "compilation_config": GRAPHS}
-
-    def environment(self, rank: int, port: int) -> dict[str, str]:
-        own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
-        if self.parallel == "data":
-            return own | sharing(rank, port)
-        return own | {"EMULATED_GPU_DEVICES": str(RANKS)}
 
 
 WAYS = (
@@ -100,22 +58,28 @@ WAYS = (
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
+    Way("sglang", mistakes=tuple(FOUND_BY)),
+    Way("sglang", decode_in_graphs=True),
+    Way("sglang", parallel="data", decode_in_graphs=True),
 )
 
 
 def main() -> None:
     """Rows for what all stands on, and one for every way."""
+    from sglang.srt.plugins import load_plugins
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    load_plugins()
     report = Report(Path(sys.argv[1]))
     report.run("torch's samples of its operators", check_operators)
     report.run("collectives", check_collectives)
     report.run("vllm's attention", check_attention)
+    report.run("sglang's attention", check_sglangs_attention)
     report.run("vllm's experts", check_experts)
     report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        spec = replace(tiny_qwen3(), num_heads=2, head_dim=64)
+        spec = replace(tiny_qwen3(), head_dim=64)  # 4 heads
         model = make_model(Path(folder, "model"), spec)
         expected = Path(folder, "expected.json")
         expected.write_text(json.dumps(by_transformers(model)))
@@ -154,7 +118,7 @@ def check(model: Path, expected: Path, way: Way) -> dict[str, Any]:
         tempfile.TemporaryDirectory(dir="/dev/shm") as run,
     ):
         port, started = free_port(), []
-        environment = {**os.environ, **ENVIRONMENT, **NOT_FORKED, PLACE: f"{folder}/mistake"}
+        environment = {**os.environ, **NOT_FORKED, PLACE: f"{folder}/mistake"}
         for rank in range(way.processes):
             out, own = Path(folder, f"{rank}.json"), way.environment(rank, port)
             given = [out, model, expected, run, json.dumps(asdict(way)), rank]
@@ -200,28 +164,22 @@ def require_right(row: dict[str, Any], mistakes: Sequence[str]) -> None:
 
 
 class Asked:
-    """A vLLM, asked the same prompts again and again."""
+    """An engine, asked the same prompts again and again."""
 
     def __init__(self, model: str, expected: Path, run: Path, way: Way) -> None:
-        from vllm import LLM
-
         self._expected, self._run = json.loads(expected.read_text()), run
-        own = {"ultraep": {**CHECKED, "run_dir": str(run)}}
-        self._engine = LLM(model, **VLLM, **way.settings(), additional_config=own)
+        self._rings = [run / f"ring-{rank}" for rank in range(way.ranks)]
+        self._engine = start(model, way, {**CHECKED, "run_dir": str(run)})
+        self.end = self._engine.end
 
     def same(self) -> int:
         """Of all answers, those that have the tokens of transformers."""
-        from vllm import SamplingParams
-
-        greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
-        done = self._engine.generate(asked, greedy, use_tqdm=False)
-        found = [list(each.outputs[0].token_ids) for each in done]
+        found = self._engine.generate(prompts(), NEW_TOKENS)
         return sum(one == other for one, other in zip(found, self._expected, strict=True))
 
     def shown(self) -> dict[str, Any]:
         """What the rings say: imbalance, the self-check, and samples."""
-        headers = [RingReader(self._run / f"ring-{rank}").header() for rank in range(RANKS)]
+        headers = [RingReader(ring).header() for ring in self._rings]
         samples = verification_of(headers, is_off=False)
         by_check = {name: count.layers for name, count in samples.by_check.items()}
         return {
@@ -232,7 +190,7 @@ class Asked:
 
     def failures(self) -> dict[str, int]:
         """Samples that have failed, by what they check."""
-        headers = [RingReader(self._run / f"ring-{rank}").header() for rank in range(RANKS)]
+        headers = [RingReader(ring).header() for ring in self._rings]
         by_check = verification_of(headers, is_off=False).by_check
         return {name: count.failures for name, count in by_check.items()}
 
@@ -248,10 +206,6 @@ class Asked:
             page.set_policy(Policy.QUOTA)
         failed = {name: count for name, count in failures.items() if count}
         return {"same": same, "failures": failed, "switched_off": is_off}
-
-    def end(self) -> None:
-        """A process waits at its end for an engine that lives on."""
-        self._engine.llm_engine.engine_core.shutdown()
 
 
 def ask_as_rank(out: Path, model: str, expected: Path, run: Path, way: Way, rank: int) -> None:

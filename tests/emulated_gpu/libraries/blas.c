@@ -1,4 +1,4 @@
-/* libcublas.so.13: what it says of itself. Products are stubs that do nothing, made from the names in the real one. */
+/* libcublas.so.13: what it says of itself. Products are stubs that are refused, made from the names in the real one. */
 
 #include "gpu.h"
 

@@ -1,4 +1,4 @@
-/* libcublasLt.so.13: handles, and one algorithm for everything. Products are stubs that do nothing, made from the names in the real one. */
+/* libcublasLt.so.13: handles, and one algorithm for everything. Products are stubs that are refused, made from the names in the real one. */
 
 #include "gpu.h"
 #include <string.h>

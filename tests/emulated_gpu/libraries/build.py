@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parent
 HEADERS = ("nvidia/cu13", "triton/backends/nvidia")
 OPTIONS = "-c -fPIC -O2 -Wall -Werror -fno-strict-aliasing -fvisibility=hidden -march=native"
 VISIBLE = (
-    "#pragma GCC visibility push(default)\nint gpu_lacks(const char *), gpu_skips(const char *);"
+    "#pragma GCC visibility push(default)\nint gpu_lacks(const char *), gpu_refuses(const char *);"
 )
 # Of the driver and the runtime, what succeeds by doing nothing; other stubs say "not supported".
 DONE_BY_DOING_NOTHING = re.compile(
@@ -27,7 +27,7 @@ DONE_BY_DOING_NOTHING = re.compile(
     | MemcpyToSymbol\w* )(_v\d)? | __cuda\w+""",
     re.VERBOSE,
 )
-# Of cuBLAS and NCCL; what else cuBLAS has computes, and is skipped, NCCL's collectives are lacking.
+# Of cuBLAS and NCCL; what else cuBLAS has computes, and is refused; of NCCL it is lacking.
 HANDLES = re.compile(
     r"""cublas\w*(Create|Destroy|Init|Set|Get|Logger|Shutdown|Xerbla|DisableCpu)\w*
     | p?nccl(Comm(Destroy|Finalize|(Window)?(Register|Deregister))|RedOpDestroy)""",
@@ -67,14 +67,14 @@ LIBRARIES = (  # in the order in which they are to be loaded
         ("blas_lt.c",),
         "nvidia/cu13/lib/libcublasLt.so.13",
         "libcublasLt.so.13",
-        otherwise="gpu_skips",
+        otherwise="gpu_refuses",
     ),
     Library(
         "libcublas.so.13",
         ("blas.c",),
         "nvidia/cu13/lib/libcublas.so.13",
         "libcublas.so.13",
-        otherwise="gpu_skips",
+        otherwise="gpu_refuses",
     ),
     Library("libnccl.so.2", ("collectives.c",), "nvidia/nccl/lib/libnccl.so.2", "NCCL_2"),
 )

@@ -243,8 +243,7 @@ API const char *gpu_error_name(int error) {
     if (error == CUDA_ERROR_NOT_SUPPORTED) return "the emulated GPU has no values for what was called, or does not know it";
     return error ? "an error of the emulated GPU" : "success";
 }
-API int gpu_skips(const char *name) {
-    if (!getenv("EMULATED_GPU_OPERATORS")) return CUDA_SUCCESS;
+API int gpu_refuses(const char *name) {
     fprintf(stderr, "emulated GPU: nobody computes %s\n", name);
     return CUDA_ERROR_NOT_SUPPORTED;
 }

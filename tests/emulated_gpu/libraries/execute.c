@@ -10,7 +10,7 @@
 #define STEPS_AT_ONCE 100000 /* of warps, between looks at the clock */
 struct Function {
     const char *name;
-    const Kernel *kernel; /* NULL: launches do nothing */
+    const Kernel *kernel; /* NULL: launches are refused */
     const int (*parameters)[2]; /* offset and bytes of each */
     int count;
 };
@@ -54,7 +54,7 @@ static void execute(void *arguments) {
 }
 
 API int gpu_launch(const Function *function, int grid, int threads, void **values) {
-    if (!function->kernel) return error ? error : gpu_skips(function->name);
+    if (!function->kernel) return error ? error : gpu_refuses(function->name);
     int last = function->count - 1, bytes = last < 0 ? 0 : function->parameters[last][0] + function->parameters[last][1];
     Execution *launch = calloc(1, sizeof *launch + bytes);
     launch->kernel = function->kernel, launch->grid = grid, launch->num_warps = threads / LANES, launch->bytes = bytes;

@@ -1,8 +1,7 @@
 /* A GPU that is not there: what its libraries share. Everything below is in libcuda.so.1.
 
    Its memory is memory of the process, so copies are real. A stream does what it is given at once, and a graph does
-   it when it is launched. Kernels do nothing, but for those that `execute.c` is told to execute; where torch's operators have
-   values (EMULATED_GPU_OPERATORS, see operators/), a kernel that would do nothing is refused. */
+   it when it is launched. Kernels are those that `execute.c` is told to execute; a launch of another is refused. */
 
 #define _GNU_SOURCE
 #include <stddef.h>
@@ -69,4 +68,4 @@ int gpu_error(void); /* of a launch before: CUDA's number, or 0 */
 int gpu_lookup(const char *name, void **function); /* 0, or 500: not found */
 int gpu_lacks(const char *name);                   /* 801: not supported; said if EMULATED_GPU_TRACE is set */
 const char *gpu_error_name(int error);
-int gpu_skips(const char *name); /* what would compute: 0, or where there are values 801, which is said */
+int gpu_refuses(const char *name); /* what would compute: 801, which is said */

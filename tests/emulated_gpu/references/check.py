@@ -1,12 +1,13 @@
-"""References against what they stand for: vLLM's own Triton kernels, interpreted, and torch."""
+"""References against what they stand for: the engines' Triton kernels, interpreted, and torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tests.emulated_gpu.operators.interpreter import REFERENCES
 
-__all__ = ["check_attention", "check_experts", "check_marlin"]
+__all__ = ["check_attention", "check_experts", "check_marlin", "check_sglangs_attention"]
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 PAGE, HEADS, KV_HEADS, HEAD = 16, 4, 2, 64
@@ -23,11 +24,7 @@ def check_attention() -> dict[str, Any]:
 
     errors = {}
     for dtype in LARGEST_ERROR:
-        keys, values = (
-            [_random(n, KV_HEADS, HEAD, dtype=dtype, seed=seed + n) for n in LENGTHS]
-            for seed in (1, 1000)
-        )
-        queries = [_random(n, HEADS, HEAD, dtype=dtype, seed=2000 + n) for n in QUERIES]
+        queries, keys, values = _sequences(dtype, QUERIES)
         expected = torch.cat([*map(_attention, queries, keys, values)])
         pages = torch.arange(1, 13, dtype=torch.int32, device="cuda").view(3, 4)
         caches = torch.zeros(2, 13, PAGE, KV_HEADS, HEAD, dtype=dtype, device="cuda").unbind()
@@ -37,7 +34,7 @@ def check_attention() -> dict[str, Any]:
             slots = pages[number, place // PAGE].long() * PAGE + place % PAGE
             new = keys[number].cuda(), values[number].cuda()
             _custom_ops.reshape_and_cache_flash(*new, *caches, slots, "auto", one, one)
-        starts = torch.tensor([0, *QUERIES]).cumsum(0).int().cuda()
+        starts = _bounds(QUERIES)
         q, lengths = torch.cat(queries).cuda(), torch.tensor(LENGTHS, dtype=torch.int32).cuda()
         most = {"max_seqlen_q": max(QUERIES), "max_seqlen_k": max(LENGTHS)}
         given = most | {"cu_seqlens_q": starts, "seqused_k": lengths, "block_table": pages}
@@ -54,6 +51,73 @@ def check_attention() -> dict[str, Any]:
         for name, out in found.items():
             errors[f"{name}, {dtype}"] = _error(out, expected, dtype)
     return {"largest_errors": errors}
+
+
+def check_sglangs_attention() -> dict[str, Any]:
+    """Both of its functions by their references and interpreted, with keys that lie about."""
+    from sglang.kernels.ops.attention import decode_attention, extend_attention
+
+    errors, scale, splits = {}, HEAD**-0.5, 4
+    for dtype in LARGEST_ERROR:
+        for name, sizes in (("extend", QUERIES), ("decode", (1, 1, 1))):
+            queries, keys, values = _sequences(dtype, sizes)
+            expected = torch.cat([*map(_attention, queries, keys, values)])
+            new = sizes if name == "extend" else (0, 0, 0)
+            kept = [length - number for length, number in zip(LENGTHS, new, strict=True)]
+            slots = torch.randperm(sum(LENGTHS), generator=torch.Generator().manual_seed(5))
+            slots = slots[: sum(kept)]
+            buffers = torch.zeros(2, sum(LENGTHS), KV_HEADS, HEAD, dtype=dtype)
+            for buffer, of_all in zip(buffers, (keys, values), strict=True):
+                held = [x[:number] for x, number in zip(of_all, kept, strict=True)]
+                buffer[slots] = torch.cat(held)
+            q, starts = torch.cat(queries).cuda(), _bounds(sizes)
+            cached = *buffers.cuda(), _bounds(kept), slots.cuda()
+            for way in ("reference", "interpreted"):
+                out = torch.empty_like(q)
+                if name == "extend":
+                    function = extend_attention.extend_attention_fwd
+                    k, v = (
+                        torch.cat([x[number:] for x, number in zip(each, kept, strict=True)]).cuda()
+                        for each in (keys, values)
+                    )
+                    k_buffer, v_buffer, bounds, indices = cached
+                    given = q, k, v, out, k_buffer, v_buffer, starts, bounds, indices
+                    given += None, True, None, max(sizes), 1.0, 1.0, scale
+                else:
+                    function = decode_attention.decode_attention_fwd
+                    parts = torch.zeros(len(sizes), HEADS, splits, HEAD, device="cuda")
+                    number = torch.full((len(sizes),), splits, dtype=torch.int32, device="cuda")
+                    k_buffer, v_buffer, bounds, indices = cached
+                    given = (
+                        q,
+                        k_buffer,
+                        v_buffer,
+                        out,
+                        bounds,
+                        indices,
+                        parts,
+                        parts[..., 0].clone(),
+                    )
+                    given += number, splits, scale, 1.0, 1.0
+                if way == "interpreted":
+                    function = function.__wrapped__
+                function(*given)
+                errors[f"{name}, {way}, {dtype}"] = _error(out, expected, dtype)
+    return {"largest_errors": errors}
+
+
+def _sequences(dtype: torch.dtype, sizes: Sequence[int]) -> tuple[list[torch.Tensor], ...]:
+    """Queries, of which there are ``sizes``, keys and values of each sequence."""
+    heads = (sizes, HEADS, 2000), (LENGTHS, KV_HEADS, 1), (LENGTHS, KV_HEADS, 1000)
+    queries, keys, values = (
+        [_random(n, count, HEAD, dtype=dtype, seed=seed + n) for n in numbers]
+        for numbers, count, seed in heads
+    )
+    return queries, keys, values
+
+
+def _bounds(sizes: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).int().cuda()
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

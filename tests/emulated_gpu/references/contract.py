@@ -1,11 +1,13 @@
 """How a reference takes an engine's call: by names, with nothing left out in silence."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-__all__ = ["of_operator", "of_signature", "refusing"]
+import torch
+
+__all__ = ["of_signature", "refusing", "replace_operators"]
 
 # arguments that say how fast something is to be, or what it is beside that; none changes a result
 _WITHOUT_EFFECT = {
@@ -16,11 +18,36 @@ _WITHOUT_EFFECT = {
     *("k_scale", "v_scale", "q_descale", "k_descale", "v_descale"),  # of caches that are refused
     *("cp_rank", "cp_tot_seqused_k", "rswa_window", "mm_prefix_clamp_sliding_window"),  # without
     *("is_rotary_interleaved", "dummy_is_scale_transposed", "dummy_is_tma_aligned"),
+    *("max_len_extend", "extend_seq_lens_cpu", "mask_indptr", "uneven_batch", "enable_lean"),
+    *("attn_logits", "attn_lse", "num_kv_splits", "max_kv_splits"),
+    *("lean_Mp", "lean_Lp", "lean_Op", "lean_locks"),  # of AMD's GPUs
+    *("enable_pdl", "use_pdl", "cumsum_buffer", "pad_sorted_token_ids"),
 }
 _UNSET = (None, False, 0, 0.0)
+_libraries: list[torch.library.Library] = []  # registrations last as long as these
 
 
-def of_operator(schema: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+def replace_operators(
+    namespace: str, references: Mapping[str, Callable[..., Any]], kept: Sequence[str]
+) -> None:
+    """Put references in the place of what an engine has compiled for CUDA, refusing all others.
+
+    ``kept`` look at no values.
+    """
+    library = torch.library.Library(namespace, "IMPL")
+    _libraries.append(library)
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        space, _, own = name.partition("::")
+        if space != namespace or own in kept:
+            continue
+        function = refusing(name)
+        if own in references:
+            schema = torch._C._get_schema(name.partition(".")[0], name.partition(".")[2])
+            function = _of_operator(schema, references[own])
+        library.impl(own, function, "CUDA")
+
+
+def _of_operator(schema: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` in the place of the operator with ``schema``."""
     defaults = {
         each.name: each.default_value for each in schema.arguments if each.has_default_value()

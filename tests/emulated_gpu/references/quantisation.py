@@ -1,10 +1,11 @@
-"""vLLM's operators that quantise activations: by tensor, by token, and by group of a token."""
+"""Operators that quantise activations, by tensor, by token, and by group of a token."""
 
 import torch
 
 from tests.emulated_gpu.operators.host import in_stream
 
 __all__ = [
+    "by_group",
     "dynamic_per_token_scaled_fp8_quant",
     "dynamic_scaled_fp8_quant",
     "dynamic_scaled_int8_quant",
@@ -29,7 +30,7 @@ def per_token_group_fp8_quant(
     scale_ue8m0: bool,
 ) -> None:
     """Each ``group_size`` values of a row have a scale, with ``scale_ue8m0`` a power of two."""
-    _by_group(input, output_q, output_s, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
+    by_group(input, output_q, output_s, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
 
 
 @in_stream
@@ -43,7 +44,7 @@ def per_token_group_quant_int8(
     int8_max: float,
 ) -> None:
     """As above."""
-    _by_group(input, output_q, output_s, group_size, eps, (int8_min, int8_max), False)
+    by_group(input, output_q, output_s, group_size, eps, (int8_min, int8_max), False)
 
 
 @in_stream
@@ -92,7 +93,7 @@ def static_scaled_int8_quant(
     _store(result, input.float() / _only(scale))
 
 
-def _by_group(
+def by_group(
     x: torch.Tensor,
     out: torch.Tensor,
     scales: torch.Tensor,
@@ -101,6 +102,7 @@ def _by_group(
     limits: tuple[float, float],
     is_power_of_two: bool,
 ) -> None:
+    """``x`` (T, H) by groups of ``size`` values, with ``scales`` (T, H / size)."""
     groups = x.float().unflatten(-1, (-1, size))
     found = groups.abs().amax(-1).clamp(min=least) / limits[1]
     if is_power_of_two:

@@ -1,0 +1,131 @@
+"""How ``values`` starts an engine, and what it asks of it: tokens for tokens."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine import GRAPHS, sharing
+
+from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
+
+__all__ = ["Engine", "Way", "start"]
+
+CONTEXT, CHUNK, MOST_SEQUENCES, CACHE_TOKENS = 2048, 160, 16, 8192  # prefill is cut into chunks
+TYPE = "float32"  # in bfloat16 the two likeliest tokens are often equally likely
+VLLM = {
+    "dtype": TYPE,
+    "max_model_len": CONTEXT,
+    "max_num_seqs": MOST_SEQUENCES,
+    "max_num_batched_tokens": CHUNK,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 1 << 26,
+    "enable_prefix_caching": False,
+    "enable_expert_parallel": True,
+    "disable_custom_all_reduce": True,
+}
+SGLANG = {
+    "device": "cuda",
+    "dtype": TYPE,
+    "context_length": CONTEXT,
+    "max_running_requests": MOST_SEQUENCES,
+    "chunked_prefill_size": CHUNK,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": CACHE_TOKENS,
+    "disable_radix_cache": True,
+    "disable_custom_all_reduce": True,
+    "disable_prefill_cuda_graph": True,
+    "disable_shared_experts_fusion": True,
+    "attention_backend": "triton",
+    "moe_runner_backend": "triton",
+    "sampling_backend": "pytorch",
+}
+Tokens = list[list[int]]  # of each prompt
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an engine serves."""
+
+    engine: str = "vllm"
+    parallel: str = "tensor"
+    runner: int = 2  # of vLLM's two model runners
+    decode_in_graphs: bool = False
+    ranks: int = 2
+    mistakes: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        runner = f", V{self.runner} runner" if self.engine == "vllm" else ""
+        batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
+        return f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
+
+    @property
+    def processes(self) -> int:
+        """That are started here: a data-parallel rank is a vLLM of its own, on the same GPU."""
+        return self.ranks if (self.engine, self.parallel) == ("vllm", "data") else 1
+
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
+        if self.processes > 1:
+            return own | sharing(rank, port)
+        return own | {"EMULATED_GPU_DEVICES": str(self.ranks)}
+
+
+class Engine(Protocol):
+    """One that has been started, with balancing as in its settings."""
+
+    def generate(self, prompts: Tokens, number: int) -> Tokens:
+        """As many tokens for each prompt, the likeliest ones."""
+
+    def end(self) -> None:
+        """A process waits at its end for an engine that lives on."""
+
+
+def start(model: str, way: Way, settings: dict[str, Any]) -> Engine:
+    """Start an engine with ``settings`` of balancing."""
+    return {"vllm": _Vllm, "sglang": _Sglang}[way.engine](model, way, settings)
+
+
+class _Vllm:
+    def __init__(self, model: str, way: Way, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        own: dict[str, Any] = {"enforce_eager": True}
+        if way.decode_in_graphs:
+            own = {"compilation_config": GRAPHS}
+        own["tensor_parallel_size"] = way.ranks if way.parallel == "tensor" else 1
+        self._engine = LLM(model, **VLLM, **own, additional_config={"ultraep": settings})
+
+    def generate(self, prompts: Tokens, number: int) -> Tokens:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=number, ignore_eos=True)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = self._engine.generate(asked, greedy, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in done]
+
+    def end(self) -> None:
+        self._engine.llm_engine.engine_core.shutdown()
+
+
+class _Sglang:
+    def __init__(self, model: str, way: Way, settings: dict[str, Any]) -> None:
+        os.environ[CONFIG_VARIABLE] = BalanceConfig(**settings).to_json()
+        import sglang
+
+        own: dict[str, Any] = {"cuda_graph_bs_decode": [1, 2, 4, 8, MOST_SEQUENCES]}
+        if not way.decode_in_graphs:
+            own = {"disable_decode_cuda_graph": True}
+        if way.parallel == "data":
+            own["attn_dp_size"] = way.ranks
+        own |= {"tp_size": way.ranks, "ep_size": way.ranks}
+        self._engine = sglang.Engine(model_path=model, **SGLANG, **own)
+
+    def generate(self, prompts: Tokens, number: int) -> Tokens:
+        greedy = {"temperature": 0, "max_new_tokens": number, "ignore_eos": True}
+        done = self._engine.generate(input_ids=prompts, sampling_params=greedy)
+        return [each["output_ids"] for each in done]
+
+    def end(self) -> None:
+        self._engine.shutdown()
