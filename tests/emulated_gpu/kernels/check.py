@@ -36,7 +36,7 @@ _SEEDS, _QUICK_SEEDS = 200, 2
 _TRIES, _QUICK_TRIES = 6, 2  # seeds for a mistake
 _QUICK_SCENARIOS = (
     "two ranks", "measured speeds", "relays", "a silent rank", "dispatch", "calibration",
-    "nine slots", "many ids", "many chunks", "long chunks", "off and on",
+    "nine slots", "many ids", "many chunks", "long chunks", "off and on", "copies stay",
 )  # fmt: skip
 
 
