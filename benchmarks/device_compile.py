@@ -107,7 +107,7 @@ def launches_of(case: Case) -> list[Launch]:
     rows = torch.zeros((ranks, HEADER_WIDTH + experts), dtype=torch.int32)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     count = Count(experts, "cpu", RowWanted(torch.zeros(3, dtype=torch.int32), inboxes, rows))
-    count.fit(ids.numel())
+    count.fit(ids)
     kind = {"measures_speeds": True, "writes_identity": False}
     plan, keeper = (
         Planner(

@@ -2,8 +2,8 @@
 
     python benchmarks/false_alarms.py
 
-Sizes and skews are random, with padding, impossible ids, changes of policy and of speeds, and
-weights that are loaded anew; experts are float32, float16 and bfloat16 with weights of 2^-10 to
+Sizes and skews are random, with padding, impossible ids, changes of policy and weights that are
+loaded anew; experts are float32, float16 and bfloat16 with weights of 2^-10 to
 2^10 times the usual size, and int8 with scales; ranks share their tokens or have their own, in one
 domain or two. Exits with 1 if a check, also one at start, found something.
 """

@@ -3,10 +3,10 @@
     python benchmarks/random_batches.py --json benchmarks/results/random_batches.json
 
 Sizes and loads are random: tiny and empty batches, padding, skews from none to one hot expert,
-and impossible ids now and then; policies and speeds of ranks change meanwhile. Slots are poisoned
-with NaN after each layer's computation, so a kernel that reads a slot too early or too late gives a
-wrong answer. Weights are small integers: every sum is exact, so the outputs must be the same bits
-as without balancing. Exits with 1 if any answer was wrong or the ranks disagreed.
+and impossible ids now and then; policies change meanwhile, and ranks are not equally fast. Slots
+are poisoned with NaN after each layer's computation, so a kernel that reads a slot too early or too
+late gives a wrong answer. Weights are small integers: every sum is exact, so the outputs must be
+the same bits as without balancing. Exits with 1 if any answer was wrong or the ranks disagreed.
 """
 
 import argparse

@@ -150,7 +150,7 @@ class BalanceConfig(Settings):
         default="auto",
         description="per_layer: each layer has slots of its own, on CPUs copies stay in them and "
         "later batches are spared them; shared: all layers have the same; auto: per_layer on CPUs "
-        "where that takes at most 6 % of each rank's memory",
+        "where that takes at most 6 percent of each rank's memory",
     )
     domain_size: int = Field(
         default=0,

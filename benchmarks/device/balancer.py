@@ -10,7 +10,6 @@ layer that is left alone, as it was in the batch before.
 
 import statistics
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from ultraep_kernels.host.reroute import reroute
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_equal
-from tests.support.mirror import FakeRecorder, mirrored_balancer
+from tests.support.mirror import FakeRecorder, bare_config, mirrored_balancer
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import TIMED_EVERY
+from ultraep_serve.balance.physical import master_ids
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.system.topology import Location
@@ -53,7 +53,7 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
     balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder)
     expected = plan_quota(routes.loads, PlanContext.of(shape), 0)
     twin = reroute(ids.cpu(), expected.share, expected.slot_expert, shape.num_masters)
-    identity = balancer.identity(ids).cpu()
+    identity = master_ids(ids, balancer._identity).cpu()
     replay = bench.capture(lambda: launch(balancer, 0, ids))
     for policy, physical in ((Policy.QUOTA, twin), (Policy.OFF, identity), (Policy.QUOTA, twin)):
         recorder.policy = policy
@@ -87,7 +87,7 @@ def check_left_alone(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[st
     """A layer whose threshold no batch reaches."""
     ids, recorder = routes.ids[0], FakeRecorder()
     balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder, max_imbalance=1000.0)
-    identity = balancer.identity(ids).cpu()
+    identity = master_ids(ids, balancer._identity).cpu()
     for _ in range(2):
         for layer in range(LAYERS):
             require_equal(run_layer(balancer, layer, ids), identity, "launched layer")
@@ -161,15 +161,7 @@ def balancer_of_rank_0(
     ]
     rows = torch.zeros((shape.num_ranks, HEADER_WIDTH + loads.shape[1]), dtype=torch.int32)
     rows[:, HEADER_WIDTH:] = loads
-    # what DeviceBalancer reads of BalanceConfig, which needs pydantic
-    config: Any = SimpleNamespace(
-        policy=Policy.QUOTA,
-        min_batch_tokens=1,
-        max_imbalance=max_imbalance,
-        allow_ideal=False,
-        speeds="equal",
-    )
-    location = Location.on_one_host(0, shape.num_ranks)
+    config, location = bare_config(1, max_imbalance), Location.on_one_host(0, shape.num_ranks)
     setup = GroupSetup(config, shape, TokenView.OWN, location, chunk_bytes=sizes.chunk_bytes)
     programs = Programs(bench.num_programs, 0)
     layers = [masters, [torch.ones_like(tensor) for tensor in masters]]

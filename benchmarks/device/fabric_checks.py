@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.bench import Bench
 from tests.support.host_driver import HostDriver
@@ -177,7 +178,8 @@ class _Member:
             for layer in range(LAYERS)
         ]
         chunks = layers[0].chunks.shape[0]
-        limits = Limits(WIDTH, chunks, sizes.patience_ns, sizes.num_programs, sizes.num_programs)
+        programs = Programs(sizes.num_programs, sizes.num_programs)
+        limits = Limits(WIDTH, chunks, sizes.patience_ns, programs)
         rendezvous = SocketRendezvous(run_path, rank, range(RANKS), sizes.seconds)
         location = Location.on_one_host(rank, RANKS)
         fabric = DeviceFabric(pool, rendezvous, location, limits)

@@ -130,8 +130,8 @@ def rank_times(
 ) -> dict[str, list[float | None]]:
     """Microseconds of each rank's expert kernel alone, by CUDA events, warm; by name of the work.
 
-    Works take turns on every rank, because a GPU's speed drifts. Small
-    groups are measured in several rounds, of which the median counts.
+    Works take turns on every rank, because a GPU's clock drifts. Small groups are measured
+    in several rounds, of which the median counts.
     """
     ranks = range(layer.ranks.shape.num_ranks)
     times: dict[str, list[list[float | None]]] = {name: [[] for _ in ranks] for name in works}

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from ultraep_kernels.host.speeds import whole_speeds
 from ultraep_lab.comparators import PolicyFunction
 from ultraep_lab.comparators.placement import Counts
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
-from ultraep_serve.costs.model import Transfer, transfer_of
+from ultraep_serve.costs.model import IntegerCosts, Transfer, transfer_of
 from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import warm_up
@@ -79,6 +79,7 @@ def replay(
     trace: Trace | LoadTrace,
     options: "ReplayOptions",
     policies: Sequence[PolicyFunction],
+    costs: IntegerCosts | None = None,
 ) -> Replay:
     """Plan every layer of every batch with every policy.
 
@@ -86,6 +87,7 @@ def replay(
         trace: token level or load level.
         options: ranks, slots, batches.
         policies: each sees the same loads and the same past.
+        costs: what those weigh that decide whether copies pay; None: copies cost nothing.
 
     Raises:
         TraceError: the options do not fit the trace.
@@ -100,6 +102,13 @@ def replay(
     by_count = context.equally_fast()
     replays = {policy.name: PolicyReplay() for policy in policies}
     result = Replay([], [], [], [], [], [], replays, context, skip)
+    functions = {
+        (policy.name, layer): policy
+        if policy.begin is None
+        else replace(policy, place=policy.begin(context, layer, costs))
+        for policy in policies
+        for layer in layers
+    }
     intervals = {policy.refreshed_every for policy in policies} - {0}
     for case in _cases(trace, options, layers, range(skip, skip + count), intervals):
         rank_load = context.rank_loads(case.loads)
@@ -110,7 +119,7 @@ def replay(
         result.floor.append(imbalance_floor(case.loads, by_count))
         result.time_floor.append(imbalance_floor(case.loads, context))
         for policy in policies:
-            _plan(policy, case, context, replays[policy.name])
+            _plan(functions[policy.name, case.layer], case, context, replays[policy.name])
     return result
 
 
@@ -134,7 +143,7 @@ def _plan(policy: PolicyFunction, case: _Case, context: PlanContext, found: Poli
     """Place, with the time that takes, split and check; appends to ``found``."""
     history = case.refreshed.get(policy.refreshed_every, case.history)
     try:
-        if not found.plan_seconds:  # once before, to have all compiled
+        if not found.plan_seconds and policy.begin is None:  # once before, to have all compiled
             policy(case.loads, context, history)
         start = time.perf_counter()
         placement = policy.place(case.loads, context, history)
@@ -151,7 +160,8 @@ def _plan(policy: PolicyFunction, case: _Case, context: PlanContext, found: Poli
     found.num_replicas.append(placement.num_replicas)
     slots = placement.slot_expert
     masters = context.shape.num_masters
-    found.transfers.append(Transfer(0, 0) if slots is None else transfer_of(slots, masters))
+    copied = slots if placement.copied is None else placement.copied
+    found.transfers.append(Transfer(0, 0) if copied is None else transfer_of(copied, masters))
     found.slots_needed.append(placement.slots_needed)
     assert placement.shares is not None  # split_up
     kept = np.einsum("ses->", placement.shares, dtype=np.int64)

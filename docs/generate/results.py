@@ -381,6 +381,23 @@ def _kept() -> str:
     return table(("policy", "steady traffic", "two kinds in turn"), rows)
 
 
+def _staying() -> str:
+    """Predicted times as fast where copies stay, by layer, ranks and tokens, then by traffic."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    names = ("ideal", "staying", "afresh", "lplb", "eplb")
+    for row in read_document("residents")["rows"]:
+        if row["ranks"] != 16 and row["traffic"] in _SHOWN:
+            model = "-".join(row["layer"].split("-")[:2])
+            where = f"{model}, {row['ranks']} ranks, {row['tokens']:,} tokens of each"
+            found = cells.setdefault(where, {})
+            for name in names:
+                found.setdefault(name, []).append(f"{row['times_as_fast'][name]:.2f}")
+            copies = f"{row['copies']['staying']:.1f} of {row['copies']['afresh']:.0f}"
+            found.setdefault("copies", []).append(copies)
+    rows = ((where, *map(" / ".join, found.values())) for where, found in cells.items())
+    return table(("layer", *(f"`{name}`" for name in names), "copies of a batch"), rows)
+
+
 def _tokens() -> str:
     """Prompts whose greedy tokens are the same with balancing on and off."""
     rows = []
@@ -422,11 +439,14 @@ def _range(found: Mapping[str, float], digits: int) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+_SHOWN = ("the same", "jitter 0.5", "two kinds, blocks of 8")
+
 _TABLES: Mapping[str, Callable[[], str]] = {
     "ttft": _ttft,
     "load": _load,
     "big-models": _big_table,
     "kept": _kept,
+    "staying": _staying,
     "tokens": _tokens,
     "stages": _stages,
 }

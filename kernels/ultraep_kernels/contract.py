@@ -175,7 +175,7 @@ SOON_BATCHES, LATER_BATCHES = 4, 8
 
 
 class Prices(NamedTuple):
-    """What a batch of a layer costs beside its busiest rank's time; both in 1/FULL_SPEED of that."""
+    """What a layer costs beside its busiest rank's time; both in 1/FULL_SPEED of that."""
 
     copy: int = 0  # a copy more on the busiest link
     least: int = 0  # computing takes no less: experts are read

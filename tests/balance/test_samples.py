@@ -121,7 +121,8 @@ def serve_with_stale_copies(rank: int, run_path: Path) -> tuple[bool, set[str], 
     """Whether copies stayed, what samples found when masters changed unseen, and in doubt after."""
     server = SampledRank(rank, run_path, TokenView.OWN, verify_every=1)
     server.serve(6)
-    stayed = not server.page.is_in_doubt and bool((server.state.balancer._residents[0].slot_expert >= 0).any())
+    slots = server.state.balancer._residents[0].slot_expert
+    stayed = not server.page.is_in_doubt and bool((slots >= 0).any())
     for layer in server.layers:
         layer[0][: SHAPE.num_masters] *= -1
     dist.barrier()

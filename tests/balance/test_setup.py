@@ -22,6 +22,7 @@ from ultraep_serve.engines.common import memory
 from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
 from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
+from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
@@ -54,7 +55,7 @@ def test_what_leaves_every_load_at_home_is_named(
     config = BalanceConfig(max_imbalance=max_imbalance, speeds=speeds)
     shape, location = ExpertShape(2, 8, slots), Location(0, 2, 2, domain)
     setup = GroupSetup(config, shape, TokenView.OWN, location)
-    said = setup.why_never_balanced(GIVEN, largest)
+    said = why_never_balanced(setup, GIVEN, largest)
     assert says in said
     assert bool(says) == bool(said)
 
@@ -83,6 +84,23 @@ def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
             memory.require_memory(setup, answers, 8 * tokens * sources, cache)
     if most:
         memory.require_memory(setup, answers, 8 * most * sources, cache)
+
+
+@pytest.mark.parametrize(("wanted", "most", "chosen"), [
+    ("auto", 4096, "per_layer"), ("auto", 4095, "shared"), ("shared", 4096, "shared"),
+    ("per_layer", 0, "per_layer"),
+])  # fmt: skip
+def test_layers_get_slots_of_their_own_where_there_is_memory_for_them(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, most: int, chosen: str
+) -> None:
+    monkeypatch.setattr(memory, "most_slot_bytes", lambda ranks: most * 2 // ranks)
+    setup = GroupSetup(
+        BalanceConfig(slot_memory=wanted), SHAPE, TokenView.OWN, Location(0, 2, 2, 2)
+    )
+    masters = [[torch.zeros(SHAPE.num_masters, 512), torch.zeros(SHAPE.num_masters, 512)]]
+    slot_bytes = SHAPE.num_slots * 4096
+    assert slot_bytes == 4096
+    assert memory.chosen_slot_memory(setup, masters) == chosen
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:

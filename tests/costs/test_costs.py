@@ -88,7 +88,7 @@ def test_relays_are_chosen_where_a_hop_costs_less_than_they_save(
         ("nonsense", "not JSON"),
         ("[1]", "object"),
         ('{"seconds_per_assignment": 1}', "must also have"),
-        (json.dumps({**json.loads(SIMPLE.to_json()), "speed": 1}), "unknown costs"),
+        (json.dumps({**json.loads(SIMPLE.to_json()), "latency": 1}), "unknown costs"),
         (json.dumps({**json.loads(SIMPLE.to_json()), "link_bytes_per_second": 0}), "more than 0"),
         (json.dumps({**json.loads(SIMPLE.to_json()), "base_seconds": "x"}), "a number"),
         (json.dumps({**json.loads(SIMPLE.to_json()), "exposed_fraction": 2}), "0 to 1"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from ultraep_serve.balance.cuda.backend import StopNotice
@@ -26,7 +27,7 @@ from tests.support.mirror import Mirror
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 
 MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
-LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_senders=2, num_relays=2)
+LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, programs=Programs(2, 2))
 
 
 @contextmanager

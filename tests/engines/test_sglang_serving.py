@@ -114,9 +114,8 @@ class TestOneServer:
         before = generate_under(server, Policy.QUOTA, PROMPTS)
         other = with_other_experts(qwen3, tmp_path / "other")
         for path in (other, qwen3):
-            answer = httpx.post(
-                f"{server.url}/update_weights_from_disk", json={"model_path": str(path)}, timeout=60.0
-            )
+            route, wanted = f"{server.url}/update_weights_from_disk", {"model_path": str(path)}
+            answer = httpx.post(route, json=wanted, timeout=60.0)
             assert answer.json()["success"], answer.text
             on = generate_under(server, Policy.QUOTA, PROMPTS)
             off = generate_under(server, Policy.OFF, PROMPTS)

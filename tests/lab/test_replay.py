@@ -14,6 +14,7 @@ from ultraep_lab.store import load_trace, save_trace
 from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_lab.workloads import Workload, make_trace
 from ultraep_serve.cli import execute
+from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError, TraceError, UltraEPError
 
 POLICY_KEYS = {
@@ -89,6 +90,26 @@ def test_remote_is_what_leaves_its_rank() -> None:
     )
     assert result.policies["off"].remote == [2]
     assert result.imbalance_before == [2.0]
+
+
+def test_staying_copies_in_the_first_batches_of_steady_traffic(tmp_path: Path) -> None:
+    """Layer by layer, with costs or without."""
+    sizes = {"num_layers": 2, "num_experts": 32, "top_k": 4, "num_ranks": 4}
+    trace = make_trace(Workload(kind="zipf", num_tokens=8192, **sizes))
+    options = ReplayOptions(num_ranks=4, num_slots=2, batch_tokens=1024)
+    policies = [POLICIES["quota"], POLICIES["staying"]]
+    dear = IntegerCosts(1, 0, 10**9, 0, 0, 0)
+    result = replay(trace, options, policies)
+    moved = {
+        name: [transfer.busiest_link for transfer in found.transfers]
+        for name, found in result.policies.items()
+    }
+    assert min(moved["quota"]) >= 1
+    assert min(moved["staying"][:2]) >= 1
+    assert sum(moved["staying"][2:]) < sum(moved["quota"][2:]) / 2
+    assert max(result.policies["staying"].imbalance_after) < 1.05
+    unpaid = replay(trace, options, policies[1:], dear).policies["staying"]
+    assert not any(transfer.busiest_link for transfer in unpaid.transfers)
 
 
 def test_domains_have_a_floor(trace_file: Path, tmp_path: Path) -> None:

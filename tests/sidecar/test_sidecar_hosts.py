@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.ring_files import create, write_all
 from tests.support.sidecar_runs import BEARER, reasons, samples
+from ultraep_serve.sidecar.documents import RankAssignments
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.ring import RingState
@@ -70,8 +71,8 @@ def test_loads_are_everybodys_and_ranks_are_this_hosts(host: Host, client: TestC
     assert [rank["rank"] for rank in balance["ranks"]] == list(host.ranks)
     for rank in balance["ranks"]:
         number = rank["rank"]
-        both = {"before": BEFORE[number], "after": AFTER[number]}
-        assert rank["assignments"] == {**both, "mean": 20.0, "speed": 1.0}
+        own = RankAssignments(before=BEFORE[number], after=AFTER[number], mean=20.0)
+        assert rank["assignments"] == own.model_dump()
         assert rank["bytes_sent"] == 100 * number
     assert balance["bytes_moved"] == 100 * sum(host.ranks)
     plan = client.get("/v1/balance/layers/0").json()["last"]

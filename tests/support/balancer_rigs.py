@@ -120,7 +120,7 @@ def device_rig(
     pool = SlotPool(driver, shape.num_slots, setup.of(rank).chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
-    limits = Limits(width, chunks, patience_ns, num_senders=2, num_relays=2)
+    limits = Limits(width, chunks, patience_ns, Programs(2, 2))
     group_setup, recorder = setup.of(rank), FakeRecorder()
     location = group_setup.location
     path = run_path / "device"  # beside the ranks of ``host_rig``

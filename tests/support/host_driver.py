@@ -5,6 +5,7 @@ protocol runs on it. Every rule of the real thing that can be checked is checked
 be made to fail.
 """
 
+import ctypes
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from ultraep_serve.balance.host.memory import (
     READ_WRITE,
     HostMemory,
     map_memory,
-    protect_memory,
     unmap_memory,
 )
 from ultraep_serve.balance.memory import HandleKind, Shareable
@@ -26,6 +26,7 @@ from ultraep_serve.errors import UnsupportedError
 __all__ = ["HostDriver"]
 
 _NO_ACCESS = 0
+_mprotect = ctypes.CDLL(None).mprotect
 _FABRIC_BYTES = 64
 
 
@@ -117,7 +118,7 @@ class HostDriver(HostMemory):
         self._enter("allow", size)
         inside = self._pieces(address, size)
         assert sum(self.mapped[start][0] for start in inside) == size, "not mapped all through"
-        protect_memory(address, size, READ_WRITE)
+        _mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), READ_WRITE)
         self.allowed.update(inside)
 
     def require_peer(self, uuid: str, rank: int) -> None:

@@ -113,7 +113,7 @@ def check_plan(
 def count_of(ids: torch.Tensor, num_experts: int, **options: Any) -> Count:
     """What counts ``ids`` (T, K), which has not yet; ``options`` of ``Count``."""
     count = Count(num_experts, ids.device, **options)
-    count.fit(ids.numel())
+    count.fit(ids)
     return count
 
 

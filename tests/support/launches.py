@@ -27,7 +27,7 @@ from ultraep_kernels.device import launch as launch_module
 from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
-from tests.support.mirror import FakeRecorder, mirrored_balancer
+from tests.support.mirror import FakeRecorder, bare_config, mirrored_balancer
 from tests.support.offline import Launch, recorded_launches
 from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup, row_width
@@ -171,16 +171,8 @@ def recorded_balancer(
     """Rank 0 of a group; use it inside ``recorded_launches`` only."""
     masters = [[torch.ones((shape.num_masters, 64))] for _ in range(layers)]
     rows = torch.zeros((shape.num_ranks, row_width(shape.num_logical_experts, TokenView.OWN)))
-    # what DeviceBalancer reads of BalanceConfig, which needs pydantic
-    config: Any = SimpleNamespace(
-        policy=Policy.QUOTA,
-        min_batch_tokens=SMALL,
-        max_imbalance=1.02,
-        allow_ideal=False,
-        speeds="auto",
-    )
     setup = GroupSetup(
-        config,
+        bare_config(SMALL, 1.02),
         shape,
         TokenView.OWN,
         Location.on_one_host(0, shape.num_ranks),

@@ -7,6 +7,7 @@ sends lands in its own slots, so their bytes mean nothing.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, Stage, VerificationCheck
 
-__all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
+__all__ = ["FakeRecorder", "Mirror", "bare_config", "mirrored_balancer"]
 
 POSTED = 1 << 40  # an epoch that nobody reaches
 
@@ -79,6 +80,17 @@ class Mirror:
         ]
 
 
+def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:
+    """What DeviceBalancer reads of BalanceConfig, which needs pydantic."""
+    return SimpleNamespace(
+        policy=Policy.QUOTA,
+        min_batch_tokens=min_batch_tokens,
+        max_imbalance=max_imbalance,
+        allow_ideal=False,
+        speeds="equal",
+    )
+
+
 def mirrored_balancer(
     driver: Driver,
     setup: GroupSetup,
@@ -95,7 +107,7 @@ def mirrored_balancer(
     """
     pool = SlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     adopted = [pool.adopt(masters) for masters in layers]
-    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, *programs)
+    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, programs)
     num_ranks = rows.shape[0]
     location = Location.on_one_host(0, num_ranks)
     fabric = DeviceFabric(pool, Mirror(0, num_ranks), location, limits)

@@ -7,7 +7,6 @@ something else than its master does.
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from ultraep_serve import __version__
 from ultraep_serve.balance.backend import CONNECT_FACTOR, GroupSetup
@@ -33,7 +31,6 @@ if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
 __all__ = ["SharedValues", "find_location", "require_agreement", "unanimous", "wait_for_all"]
 
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
-_NAME_BYTES = 64  # as long as Linux lets a host's name be
 
 
 @dataclass(frozen=True)
@@ -111,26 +108,30 @@ def find_location(
     """
     if group is None:
         return locate(rank, [0] * num_ranks, config.domain_size, os.uname().nodename)
-    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
     shared = Path(config.run_dir) if config.run_dir else SHARED_MEMORY
-    identity = [host_identity(shared), _checksum(__version__)]
-    hosts = ranks.gather(np.concatenate([identity, _host_name()]))  # so wide in every version
-    if (strangers := np.flatnonzero(hosts[:, 1] != hosts[0, 1])).size:
-        raise ConfigError(
-            f"rank {strangers[0]} runs another version of ultraep_serve than rank 0 (rank {rank} "
-            f"runs {__version__}); install the same one on every host"
-        )
-    settings = config.model_dump(mode="json", exclude=set(_OF_ONE_HOST))
-    rows = ranks.gather(np.array([_checksum(value) for value in settings.values()], np.int64))
-    for other, differs in enumerate(rows != rows[0]):
-        if differs.any():
-            name = list(settings)[int(differs.argmax())]
+    own = {
+        "version": __version__,
+        "host": host_identity(shared),
+        "name": os.uname().nodename,
+        "settings": config.model_dump(mode="json", exclude=set(_OF_ONE_HOST)),
+    }
+    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
+    told = [json.loads(each) for each in ranks.gather_bytes(json.dumps(own).encode())]
+    for other, each in enumerate(told):
+        if each["version"] != told[0]["version"]:
             raise ConfigError(
-                f"rank {other} was started with another {name} than rank 0; start "
-                "all hosts with the same settings"
+                f"rank {other} runs another version of ultraep_serve than rank 0 (rank {rank} "
+                f"runs {__version__}); install the same one on every host"
             )
-    name = hosts[0, 2:].tobytes().rstrip(b"\0").decode("ascii", "replace")
-    return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
+    for other, each in enumerate(told):
+        for name, value in told[0]["settings"].items():
+            if each["settings"][name] != value:
+                raise ConfigError(
+                    f"rank {other} was started with another {name} than rank 0; start "
+                    "all hosts with the same settings"
+                )
+    hosts = [each["host"] for each in told]
+    return locate(rank, hosts, config.domain_size, told[0]["name"])
 
 
 def wait_for_all(setup: GroupSetup) -> None:
@@ -141,12 +142,3 @@ def wait_for_all(setup: GroupSetup) -> None:
     group = setup.engine_group
     if group is not None and setup.location.num_domains > 1:
         HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))
-
-
-def _host_name() -> NDArray[np.int64]:
-    name = os.uname().nodename.encode("ascii", "replace")[:_NAME_BYTES]
-    return np.frombuffer(name.ljust(_NAME_BYTES, b"\0"), np.int64)
-
-
-def _checksum(value: object) -> int:
-    return zlib.crc32(str(value).encode())

@@ -4,8 +4,10 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -15,25 +17,21 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
+from ultraep_serve.balance.speeds import fixed_speeds
+from ultraep_serve.costs.calibration import Probes, agreed_costs
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, TokenView, parse_speeds
+from ultraep_serve.types import ExpertShape, TokenView
 
-if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
-    from ultraep_serve.config import BalanceConfig
+if TYPE_CHECKING:
+    from ultraep_serve.balance.slots import SlotPool
+    from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
 
-__all__ = [
-    "Backend",
-    "GroupSetup",
-    "LayerBalancer",
-    "LayerSlots",
-    "marking_failure",
-    "row_width",
-]
+__all__ = ["Backend", "GroupSetup", "LayerBalancer", "LayerSlots", "marking_failure", "row_width"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -43,7 +41,10 @@ CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than 
 
 @dataclass(frozen=True)
 class GroupSetup:
-    """One expert-parallel group as this rank sees it."""
+    """One expert-parallel group as this rank sees it.
+
+    Raises ConfigError where speeds are set but not one per rank.
+    """
 
     config: "BalanceConfig"
     shape: ExpertShape
@@ -52,6 +53,13 @@ class GroupSetup:
     engine_group: EngineGroup | None = None  # must be given where there are several domains
     relay: str = "auto"  # whether ranks forward widely replicated experts; "always", "never"
     chunk_bytes: int = CHUNK_BYTES
+
+    # of all ranks (R,), as they are set; None where ranks measure them
+    speeds: NDArray[np.int64] | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        speeds = fixed_speeds(self.config.speeds, self.shape.num_ranks)
+        object.__setattr__(self, "speeds", speeds)
 
     @property
     def context(self) -> PlanContext:
@@ -67,37 +75,6 @@ class GroupSetup:
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
         return self.config.timeout_seconds * CONNECT_FACTOR
-
-    def why_never_balanced(self, costs: CostModel, largest_batch: int | None) -> str:
-        """What keeps every layer at home, whatever its load, and what to do; empty: nothing does.
-
-        ``largest_batch`` in assignments over all ranks; None: the engine sets no bound.
-        """
-        config, shape, domain_size = self.config, self.shape, self.location.domain_size
-        if domain_size == 1:
-            return (
-                "every domain has one rank, so there is nowhere to copy experts to; start more "
-                "ranks by one ultraep-serve, or choose a larger --domain-size"
-            )
-        if not shape.num_replica_slots:
-            return "without replica slots there is no room for copies; choose --slots 1 or more"
-        speeds = parse_speeds(config.speeds) or (1.0,) * shape.num_ranks
-        worst = sum(speeds) / min(speeds)  # all assignments on the slowest rank
-        if config.speeds != "auto" and config.max_imbalance >= worst:
-            return (
-                f"no load is more uneven than {worst:.3g}, and up to --max-imbalance "
-                f"{config.max_imbalance:g} all are left alone; choose less"
-            )
-        if largest_batch is None:
-            return ""
-        loads, one_expert = (largest_batch, -(-largest_batch // domain_size)), Transfer(1, 1)
-        if saved_picoseconds(*loads, shape, one_expert, costs.integer_costs()) > 0:
-            return ""
-        return (
-            "by the costs that were measured or given, copying one expert takes longer than it "
-            f"could save in the largest batch, of {largest_batch} assignments; let the engine "
-            "schedule more tokens at once"
-        )
 
 
 def row_width(num_logical_experts: int, view: TokenView) -> int:
@@ -190,19 +167,29 @@ class LayerBalancer(Protocol):
         """Have all ranks copy anew what layers need: experts of this one may have changed."""
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Makes a balancer. Its methods are called in the order in which they stand here."""
+
+    def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
+        self.setup, self._pool = setup, pool
+        self.layers: list[LayerSlots] = []
+        self._undo = ExitStack()
+        self._undo.callback(pool.close)
 
     @property
     def slot_bytes(self) -> int:
         """What this rank's replica slots cost, once all layers are adopted."""
+        return self._pool.slot_bytes
 
     def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
         """Move one layer's expert tensors (L, ...) in front of the slots; returns the aliases.
 
         The old tensors may be empty afterwards. Raises UnsupportedError, ConfigError, DeviceError.
         """
+        self.layers.append(self._pool.adopt(masters))
+        return self.layers[-1]
 
+    @abstractmethod
     def connect(self) -> None:
         """Return when all ranks of the domain reach each other's slots.
 
@@ -213,15 +200,26 @@ class Backend(Protocol):
     def neighbours(self) -> Mapping[int, int]:
         """Processes, by rank, that are to be watched because kernels wait for them; once connected.
 
-        A process is 0 where it cannot be seen.
+        A process is 0 where it cannot be seen. Elsewhere whoever waits looks at processes.
         """
+        return {}
 
     def close(self) -> None:
         """Give everything back; tensors that ``adopt`` returned must not be used any more."""
+        self._undo.close()
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measure costs, all ranks together; see ``costs.calibration.agreed_costs``."""
+        setup, layer = self.setup, self.layers[0]
+        probes = self._probes(layer)
+        size = layer.bytes_per_expert
+        return agreed_costs(setup.config.costs, setup.shape, size, probes, run_layer)
 
+    @abstractmethod
+    def _probes(self, layer: LayerSlots) -> Probes:
+        """What costs are measured with, warm."""
+
+    @abstractmethod
     def make_balancer(
         self,
         policies: ControlPage | None,

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.distributed_c10d import Store
 
-from ultraep_serve.balance.watch import KeyValueStore
 from ultraep_serve.errors import PeerTimeoutError
 
 __all__ = ["DeviceAllGather", "EngineGroup", "HostAllGather"]
@@ -27,7 +27,7 @@ class EngineGroup:
 
     on_host: dist.ProcessGroup
     on_device: dist.ProcessGroup
-    store: KeyValueStore | None = None  # shared by the ranks of all pipeline stages
+    store: Store | None = None  # shared by the ranks of all pipeline stages
 
 
 class HostAllGather:

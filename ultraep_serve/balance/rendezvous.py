@@ -22,13 +22,21 @@ from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["GatherRendezvous", "Handshake", "Rendezvous", "SocketRendezvous", "map_domain"]
+__all__ = [
+    "GatherRendezvous",
+    "Handshake",
+    "Rendezvous",
+    "SocketRendezvous",
+    "map_domain",
+    "of_group",
+]
 
 _HEADER = struct.Struct("!iqi")  # rank, bytes of the layout, descriptors
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _DESCRIPTORS_PER_MESSAGE = 200  # the kernel takes at most 253
 _RETRY_SECONDS = 0.01
 _LOOK_SECONDS = 0.5  # between two looks at whether this rank's socket is still there
+_HANDLE_BYTES = 64  # of a fabric handle
 _OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -128,6 +136,13 @@ def map_domain(
     return found
 
 
+def of_group(location: Location, addresses: Sequence[int]) -> list[int]:
+    """The domain's ``addresses`` by rank of the group, as plans are; no plan needs others': 0."""
+    table = [0] * location.num_ranks
+    table[location.domain.start : location.domain.stop] = addresses
+    return table
+
+
 def _mapped(pool: SlotPool, allocations: Sequence[Allocation], undo: ExitStack) -> int:
     mapped = MappedMemory(pool.driver, allocations)
     undo.callback(mapped.close)
@@ -161,7 +176,7 @@ class SocketRendezvous:
         deadline = time.monotonic() + self._timeout_seconds
         found = {self._rank: Handshake(layout, [], os.getpid())}
         with ExitStack() as undo, ExitStack() as connections:
-            listener = connections.enter_context(self._listen())
+            listener = self._listen(connections)
             try:
                 for peer in self._ranks[:-1]:  # as many as there are others
                     connection = (
@@ -194,23 +209,24 @@ class SocketRendezvous:
     def _path_of(self, rank: int) -> Path:
         return RunFiles(self._run_path).socket(rank)
 
-    def _listen(self) -> socket.socket:
+    def _listen(self, connections: ExitStack) -> socket.socket:
+        """Listen until ``connections`` are closed."""
         path = self._path_of(self._rank)
-        listener = _Listener(path)
+        listener = connections.enter_context(_new_socket())
+        connections.callback(path.unlink, missing_ok=True)
         try:
             path.unlink(missing_ok=True)
             with _address_of(path) as address:
                 listener.bind(address)
             listener.listen(len(self._ranks))
         except OSError as error:
-            listener.close()
             raise FabricError(f"cannot listen at {path}: {error}") from error
         return listener
 
     def _connect(self, peer: int, deadline: float) -> socket.socket:
         """Connect to a lower rank, once it listens."""
         while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = _new_socket()
             try:
                 _set_deadline(connection, deadline)
                 with _address_of(self._path_of(peer)) as address:
@@ -263,30 +279,18 @@ class GatherRendezvous:
     def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
         handles = [item for item in shareables if isinstance(item, bytes)]
         assert len(handles) == len(shareables), "file descriptors mean nothing to other hosts"
-        mine = _HEADER.pack(self._rank, len(layout), len(handles)) + layout + b"".join(handles)
-        found = []
-        for rank, data in enumerate(self._all_gather(mine)):
-            _, size, count = _HEADER.unpack_from(data)
-            end = _HEADER.size + size
-            length = (len(data) - end) // count if count else 0
-            theirs: list[Shareable] = [
-                data[end + index * length : end + (index + 1) * length] for index in range(count)
-            ]
-            own = rank == self._rank
-            found.append(Handshake(data[_HEADER.size : end], [] if own else theirs))
+        layouts, joined = self._all_gather(layout), self._all_gather(b"".join(handles))
+        found = list(map(Handshake, layouts, map(_handles, joined)))
+        found[self._rank].shareables.clear()
         return found
 
 
-class _Listener(socket.socket):
-    """A listening Unix socket that takes its file with it."""
+def _handles(joined: bytes) -> list[Shareable]:
+    return [joined[at : at + _HANDLE_BYTES] for at in range(0, len(joined), _HANDLE_BYTES)]
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._path = path
 
-    def close(self) -> None:
-        super().close()
-        self._path.unlink(missing_ok=True)
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from itertools import product
-from typing import Protocol
+
+from torch.distributed.distributed_c10d import Store
 
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.logs import say
@@ -29,7 +30,7 @@ from ultraep_serve.system.topology import Location, PipelineStage, is_process_al
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["WATCH_SECONDS", "HostBeats", "KeyValueStore", "Watch"]
+__all__ = ["WATCH_SECONDS", "HostBeats", "Watch"]
 
 WATCH_SECONDS = 3.0  # beyond the timeout, at most, in which a lost host is given up
 
@@ -39,24 +40,10 @@ _DEAD_SECONDS = 4.0  # between the end of a neighbour and this process's
 _GRACE_SECONDS = 2.0  # for the other ranks of this host to learn the reason
 
 
-class KeyValueStore(Protocol):
-    """What torch calls a Store."""
-
-    def clone(self) -> "KeyValueStore":
-        """The same store through a connection of its own."""
-
-    def set(self, key: str, value: str, /) -> object: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are there."""
-
-
 class HostBeats:
     """A thread that beats for this host, and reads what the others beat."""
 
-    def __init__(self, store: KeyValueStore, location: Location, stage: PipelineStage) -> None:
+    def __init__(self, store: Store, location: Location, stage: PipelineStage) -> None:
         """Hosts are told apart by pipeline stage: each stage has hosts of its own."""
         size = location.host_size
         ranks = _ranks(location.host)
@@ -78,7 +65,8 @@ class HostBeats:
         while not self._stopping.wait(HEARTBEAT_SECONDS if number else 0):
             number += 1
             try:
-                store = store or self._store.clone()
+                # a connection of its own, of which torch's types do not tell
+                store = store or self._store.clone()  # type: ignore[attr-defined]
                 store.set(self._own, f"{number} {self._name}")
                 for place, key in self._keys.items():
                     if store.check([key]):
@@ -154,9 +142,7 @@ class Watch:
             reason = reason or f"{'; '.join(said)}; restart the engine"
         if reason:
             self._give_up(reason)
-        elif (
-            states[self._server] in "ZX"
-        ):  # ranks of another server may go on, or end by themselves
+        elif states[self._server] in "ZX":  # another server's ranks may go on, or end by themselves
             self._give_up(f"the engine's first process ({self._server}) has ended", is_shared=False)
 
     def _give_up(self, reason: str, *, is_shared: bool = True) -> None:

@@ -184,9 +184,9 @@ def saved_picoseconds(
 ) -> int:
     """Time that following a plan saves, once it has been made; negative where it costs.
 
-    ``before`` and ``after`` are the assignments of the busiest rank, where speeds differ its time
-    as that of so many. Only the slots that the transfer fills are read beside the masters. Planning
-    does not count: its time is spent by then, and a layer that might gain is worth it.
+    ``before`` and ``after`` are how long the busiest rank takes, as a number of assignments. Only
+    the slots that the transfer fills are read beside the masters. Planning does not count: its time
+    is spent by then, and a layer that might gain is worth it.
     """
     masters = shape.num_masters
     held = masters + transfer.busiest_receiver

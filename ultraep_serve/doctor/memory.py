@@ -8,7 +8,7 @@ from pathlib import Path
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.errors import MORE_SHARED_MEMORY, ConfigError
 from ultraep_serve.launcher.engine import count_experts
-from ultraep_serve.system.machine import available_memory
+from ultraep_serve.system.machine import available_memory, most_slot_bytes
 from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RING_RECORDS
 from ultraep_serve.types import ExpertShape
@@ -56,13 +56,15 @@ def check_memory(subject: Subject, available: int | None = None) -> list[Finding
     if subject.model is None:
         return []
     try:
-        weights, expert = checkpoint_bytes(subject.model)
+        weights, expert, of_all_layers = checkpoint_bytes(subject.model)
     except ConfigError as reason:
         return [error("memory", str(reason), "mend it or fetch the model again")]
     weights = weights * subject.ranks.here // subject.ranks.total
-    slots = expert * subject.slots_here
+    slots, kind = expert * subject.slots_here, ""
+    if _is_per_layer(subject, of_all_layers):
+        slots, kind = of_all_layers * subject.slots_here, " of each layer's own"
     available = available_memory() if available is None else available
-    seen = f"weights {size(weights)} and slots {size(slots)} on this host"
+    seen = f"weights {size(weights)} and slots{kind} {size(slots)} on this host"
     if available is None:
         remedy = "compare this with the machine's memory"
         return [warning("memory", f"{seen}; available memory is not known", remedy)]
@@ -79,10 +81,17 @@ def check_memory(subject: Subject, available: int | None = None) -> list[Finding
     return [ok("memory", seen)]
 
 
-def checkpoint_bytes(model: str) -> tuple[int, int]:
-    """Bytes of a local checkpoint's tensors, and of one expert of the largest layer.
+def _is_per_layer(subject: Subject, expert_bytes: int) -> bool:
+    """Whether each layer will have slots of its own; ``expert_bytes`` of one in every layer."""
+    wanted, number = subject.config.slot_memory, subject.ranks.here
+    fits = expert_bytes * subject.slots_here // number <= most_slot_bytes(number)
+    return wanted == "per_layer" or (wanted == "auto" and fits)
 
-    Both are 0 where the checkpoint is not in safetensors' format. Raises ConfigError.
+
+def checkpoint_bytes(model: str) -> tuple[int, int, int]:
+    """Bytes of a local checkpoint's tensors, of its largest expert, and of one in every layer.
+
+    All are 0 where the checkpoint is not in safetensors' format. Raises ConfigError.
     """
     folder = Path(model)
     sizes: Counter[str] = Counter()
@@ -97,8 +106,9 @@ def checkpoint_bytes(model: str) -> tuple[int, int]:
         layer, of_experts, _ = name.partition(".experts.")
         if of_experts:
             layers[layer] += num_bytes
-    largest = max(layers.values(), default=0)
-    return sizes.total(), largest // (count_experts(model) or 1)
+    experts = count_experts(model) or 1
+    largest = max(layers.values(), default=0) // experts
+    return sizes.total(), largest, layers.total() // experts
 
 
 def _tensors(path: Path) -> dict[str, int]:

@@ -2,10 +2,11 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.contract import HEADER_WIDTH, Prices
 from ultraep_kernels.host import plan as kernel
 
 from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.residents import Residents
 from ultraep_serve.types import ExpertShape, Plan
 
 __all__ = ["identity_plan", "plan_quota", "warm_up"]
@@ -46,6 +47,7 @@ def warm_up(shape: ExpertShape) -> None:
     loads = rows[:, HEADER_WIDTH:]
     plan_quota(loads, PlanContext.of(shape), source_rank=0)
     plan_quota(loads.copy(), PlanContext.of(shape), source_rank=0)
+    Residents(shape, layer=0).plan(loads, PlanContext.of(shape), 0, Prices())
 
 
 def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> NDArray[np.int64]:

@@ -33,6 +33,7 @@ from ultraep_kernels.device.status import new_status
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
+from ultraep_serve.balance.cuda.balancer import LayerSamples
 from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.timing import new_mark
@@ -63,7 +64,7 @@ def stages_of(backend: DeviceBackend) -> Stages:
     sizes = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
 
     def counted(ids: torch.Tensor) -> NDArray[np.int64]:
-        count.fit(ids.numel())
+        count.fit(ids)
         count(ids.to(device))
         load: NDArray[np.int64] = count.load.cpu().numpy().astype(np.int64)
         return load
@@ -128,7 +129,7 @@ class _Checked:
     page: torch.Tensor | None = None  # verdicts (R, C + 1) int32 in host memory
 
 
-class DeviceSamples(Samples):
+class DeviceSamples(Samples, LayerSamples):
     """Checks one layer of so many; all ranks make and call it alike."""
 
     def __init__(

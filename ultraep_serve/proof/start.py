@@ -12,13 +12,14 @@ is changed are the contents of slots, which no batch relies on.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, Plan
+from ultraep_kernels.contract import FULL_SPEED, GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR, Plan
 from ultraep_kernels.experts import expert_bytes
-from ultraep_kernels.host.reroute import reroute_reference
+from ultraep_kernels.host.reroute import physical_table
 
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.errors import SERVE_UNBALANCED, SelfCheckError
@@ -28,7 +29,7 @@ from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.proof.answers import AnswerCheck, Answers, largest_difference
 from ultraep_serve.types import CheckResult, IntArray
 
-__all__ = ["Stages", "run_self_check"]
+__all__ = ["Stages", "reroute_reference", "run_self_check"]
 
 _LOADS = 32
 _TOKENS = 256  # of a rank
@@ -264,3 +265,27 @@ def _first_and_last(layers: Sequence[LayerSlots]) -> list[int]:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise _Wrong(otherwise)
+
+
+def reroute_reference(
+    topk_ids: torch.Tensor,
+    share: NDArray[np.int32],
+    slot_expert: NDArray[np.int32],
+    num_masters: int,
+) -> torch.Tensor:
+    """As ``reroute`` of kernels, whose list of places is written out here."""
+    physical = physical_table(slot_expert, num_masters)
+    out = torch.full(topk_ids.shape, -1, dtype=torch.int32)
+    flat_ids, flat_out = topk_ids.reshape(-1), out.view(-1)
+    for expert in range(share.shape[0]):
+        positions = torch.nonzero(flat_ids == expert).squeeze(1)
+        places = np.repeat(physical[expert], share[expert])
+        if places.size < positions.numel():
+            raise ValueError("share holds fewer assignments than topk_ids")
+        if positions.numel():
+            stride = max(1, places.size * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
+            while gcd(stride, places.size) != 1:
+                stride += 1
+            order = np.arange(positions.numel()) * stride % places.size
+            flat_out[positions] = torch.from_numpy(places[order])
+    return out

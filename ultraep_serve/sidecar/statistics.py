@@ -364,7 +364,7 @@ def _batch(number: int, rows: Rows) -> BatchSnapshot:
         imbalance=_imbalance(rows),
         time_imbalance=_imbalance(rows, "time_"),
         replicas=int(rows["replicas"].sum(dtype=np.int64)),
-        new_replicas=np.count_nonzero(rows["is_copied"]),
+        new_replicas=int(np.count_nonzero(rows["is_copied"])),
         bytes_moved=int(rows["bytes_sent"].sum()),
         avoided_seconds=float(rows["avoided"].sum()),
     )

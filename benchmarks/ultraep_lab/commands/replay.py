@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         traces = [of_phase(trace, phase) for trace in traces]
     trace = in_order(traces, options.batch_tokens)
     try:
-        result = replay(trace, options, policies)
+        result = replay(trace, options, policies, None if costs is None else costs.integer_costs())
     except PlanError as error:
         print(f"ultraep-serve: error: {error}", file=sys.stderr)
         return 1

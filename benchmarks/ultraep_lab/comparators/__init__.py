@@ -9,8 +9,10 @@ assignments dealt to the ranks in turn, without replicas and wherever tokens are
 that with the right weights. ``quota-every-N`` is what integrations do that plan every N batches:
 replicas and proportions come from the exact load of one batch, and the batches after it keep them.
 
-``quota``, ``eplb-slots`` and ``ideal`` know how fast ranks are; to the others, as published, all
-ranks are alike.
+``staying`` is ``quota`` where slots are each layer's own, as servers on CPUs have them.
+
+``quota``, ``staying``, ``eplb-slots`` and ``ideal`` know how fast ranks are; to the others, as
+published, all ranks are alike.
 """
 
 import re
@@ -36,16 +38,19 @@ from ultraep_lab.comparators.placement import (
 )
 from ultraep_lab.integers import Integers, integers
 from ultraep_lab.trace import LOADS
+from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.checks import check_home_first, check_slots, check_split
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import copies_of, master_copies
 from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = ["POLICIES", "PolicyFunction", "policy_function", "policy_of"]
 
 Place = Callable[[Counts, PlanContext, Counts], Placement]  # of loads, context and history
+Begin = Callable[[PlanContext, int, IntegerCosts | None], Place]  # context, layer, costs
 Split = Callable[[Counts, Placement], IntArray]  # shares (R, E, R) of loads and placement
 
 _TURNS = 256  # of the fastest rank under policy ideal, until all ranks begin anew
@@ -70,6 +75,7 @@ class PolicyFunction:
     has_slots: bool = True  # masters stay, so that slot_expert says all
     takes_any_slots: bool = False  # as many as its plan needs
     uses_history: bool = False
+    begin: Begin | None = None  # makes ``place`` for the batches of a layer, one after the other
     refreshed_every: int = 0  # N: its history is the last batch, or this, whose number N divides
 
     def __call__(self, loads: Integers, context: PlanContext, history: Integers) -> Placement:
@@ -149,6 +155,22 @@ def _place_quota(loads: Counts, context: PlanContext, history: Counts) -> Placem
     return of_plan(plan_quota(loads, context, 0), context.shape)
 
 
+def _begin_staying(context: PlanContext, layer: int, costs: IntegerCosts | None) -> Place:
+    residents, prices = Residents(context.shape, layer), prices_of(costs, context.shape)
+
+    def place(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+        plan = residents.plan(loads, context, 0, prices)
+        residents.take(plan)
+        return replace(of_plan(plan, context.shape), copied=plan.copied)
+
+    return place
+
+
+def _place_staying(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    """A layer's first batch."""
+    return _begin_staying(context, 0, None)(loads, context, history)
+
+
 def _refreshed(every: int) -> PolicyFunction:
     summary = f"quota's replicas and proportions of every {every}th batch, kept until the next"
     return PolicyFunction(f"quota-every-{every}", summary, _place_kept, refreshed_every=every)
@@ -208,6 +230,12 @@ def _as_dealt(loads: Counts, placement: Placement) -> IntArray:
 _ALL = (
     PolicyFunction("off", "every expert on its master", _place_off),
     PolicyFunction("quota", "replicas and quotas from this batch's exact load", _place_quota),
+    PolicyFunction(
+        "staying",
+        "quota, whose replicas stay in slots of each layer's own",
+        _place_staying,
+        begin=_begin_staying,
+    ),
     PolicyFunction("quota-by-count", "quota, as if all ranks were equally fast", _place_by_count),
     PolicyFunction(
         "eplb",

@@ -30,6 +30,7 @@ class Placement:
     quota: IntArray  # (E, R): assignments of expert e that rank r computes
     copies: IntArray  # (E, R): 1 where rank r holds expert e
     slot_expert: IntArray | None = None  # (R, slots): -1 empty; None where masters moved
+    copied: IntArray | None = None  # of ``slot_expert``, in this batch; None: all of it
     shares: IntArray | None = None  # (R_source, E, R_target), once split over source ranks
 
     @property

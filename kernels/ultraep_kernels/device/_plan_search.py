@@ -160,6 +160,16 @@ def _keep(given, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 
 
 @triton.jit
+def _is_wanted(decision_ptr, kept, turns_ptr):
+    """Whether attempts are made."""
+    wanted = peek(decision_ptr) == PLANNED  # who takes the winners may write it
+    if kept is not None and wanted:
+        await_arrivals(turns_ptr + _SPLIT, 1)
+        wanted = tl.load(kept.wanted) != 0
+    return wanted
+
+
+@triton.jit
 def search(
     turn,  # of this program, below ``num_searched``
     given,
@@ -199,12 +209,7 @@ def search(
         domain = tl.where(
             is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
         )
-        is_wanted = peek(found.decision) == PLANNED  # who takes the winners may write it
-        if kept is not None:
-            if is_wanted:
-                await_arrivals(turns_ptr + _SPLIT, 1)
-                is_wanted = tl.load(kept.wanted) != 0
-        if is_wanted:
+        if _is_wanted(found.decision, kept, turns_ptr):
             if is_second:
                 await_arrivals(turns_ptr + _FIRST_WAVE, first_wave)
             number = tl.where(is_second, late, early)

@@ -14,13 +14,7 @@ import triton.language as tl
 
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
-from ultraep_kernels.device.exchange import (
-    Inboxes,
-    RowSizes,
-    exchange_program,
-    fill_row,
-    row_sizes,
-)
+from ultraep_kernels.device.exchange import Inboxes, RowSizes, exchange_program, fill_row, row_sizes
 from ultraep_kernels.device.launch import Launch
 
 __all__ = ["BLOCK_IDS", "Count", "RowWanted", "blocks_of"]
@@ -166,7 +160,7 @@ class Count:
         width = HEADER_WIDTH + (num_logical_experts if has_load else 0)
         self.row = torch.empty(width, dtype=torch.int32, device=device)
         self._befores: dict[int, torch.Tensor] = {}  # by number of blocks; graphs keep them
-        self.fit(0)
+        self.fit(self.row[:0])
         wanted = wanted or RowWanted(None)
         inboxes, num_sums = wanted.inboxes, -(-(num_logical_experts + 1) // _BLOCK_COLUMNS)
         num_ranks = 0 if inboxes is None else inboxes.addresses.numel()
@@ -190,22 +184,26 @@ class Count:
         changing = "ids_ptr", "before_ptr", "num_ids", "patience_ns"
         self._launch = Launch(_count_kernel, changing, given, num_warps=4)
 
-    def fit(self, num_ids: int) -> None:
-        """Make room for so many ids in the layers that follow."""
-        self.num_ids, self.blocks = num_ids, blocks_of(num_ids)
+    def fit(self, topk_ids: torch.Tensor) -> None:
+        """Make room for ids like ``topk_ids`` int32 or int64, as many, in the layers that follow.
+
+        Raises ValueError for ids of another type.
+        """
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
+        self.num_ids = topk_ids.numel()
+        self.blocks = blocks_of(self.num_ids)
         size = 1 << (self.blocks - 1).bit_length()
         if size not in self._befores:
             self._befores[size] = self.row.new_empty((size, self.load.numel() + 1))
         self.before = self._befores[size]
 
     def __call__(self, topk_ids: torch.Tensor, patience_ns: int = 0) -> None:
-        """Count ``topk_ids`` (T, K) int32 or int64, contiguous, as many as was said last.
+        """Count ``topk_ids`` (T, K), contiguous, like those that were made room for last.
 
         -1 is padding and never counts, T may be 0. A wait for a rank's row is given up after
-        ``patience_ns``. Raises ValueError for ids of another type.
+        ``patience_ns``.
         """
-        if topk_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
         programs = self.blocks + self._others
         self._launch(programs, topk_ids, self.before, self.num_ids, patience_ns)
 

@@ -1,20 +1,14 @@
 """exchange: every rank's row of int32 -> all rows (R, W) on every rank, through peer memory.
 
-``count`` packs a rank's load into a row (``fill_row``): a header of ``HEADER_WIDTH`` words and,
-where ranks have tokens of their own, the load. Rank 0's policy counts, of the others everybody's.
-
 It is the end of the launch that counts, or a launch of its own. R programs push this rank's row
 into one peer's inbox each and raise a flag there; R more wait for one peer's row each and copy it
-out. It is also the fence: the launch follows, in stream order, the expert kernel of the layer
-before, so whoever has read a rank's row may overwrite that rank's replica slots. Inboxes hold every
-row twice, by parity of the epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1,
-hence finished reading n. A rank that has given up a wait no longer knows that, and pushes nothing
-any more: the others give up too.
+out. The launch follows, in stream order, the expert kernel of the layer before, so it is the fence
+that ``host.exchange``, its twin, describes, with two rows of each rank as there. A rank that has
+given up a wait pushes nothing any more: it no longer knows that its rows were read, and the others
+give up too.
 
-The epoch is counted on the device, so that a captured graph can be replayed. Programs are numbered
-as they start, and waits of one are for pushes of lower-numbered ones of any rank, so that it does
-not matter how many run at the same time. Twin:
-``host.exchange``.
+The epoch is counted on the device, so that a captured graph can be replayed. Waits are for pushes
+of programs whose turn came before (``_turns``), of any rank.
 """
 
 from typing import NamedTuple

@@ -45,29 +45,26 @@ class Launch:
         """
         self._kernel, self._names = kernel, changing
         self._given, self._options, self._stream = given, options, stream
-        self._again: dict[torch.dtype, Callable[[int, tuple[Changing, ...]], None]] = {}
+        self._again: dict[torch.dtype, Callable[..., None]] = {}
 
-    def __call__(self, programs: int, *changing: Changing) -> None:
-        """Launch so many programs; tensors but the first have the same type each time.
+    def __call__(self, programs: int, first: torch.Tensor, *others: Changing) -> None:
+        """Launch so many programs; ``others`` have the same type each time.
 
-        Raises RuntimeError: what the driver says.
+        They are kept, and not looked at again while they are the same objects. Raises
+        RuntimeError: what the driver says.
         """
-        first = changing[0]
-        assert isinstance(first, torch.Tensor), "its type decides what is compiled"
         again = self._again.get(first.dtype)
         if again is not None:
-            again(programs, changing)
+            again(programs, first, *others)
             return
-        given = self._given | dict(zip(self._names, changing, strict=True))
+        given = self._given | dict(zip(self._names, (first, *others), strict=True))
         with self._stream or nullcontext():
             compiled = self._kernel[(programs,)](**given, **self._options)
             again = self._prepared(compiled, given)
         if again is not None:
             self._again[first.dtype] = again
 
-    def _prepared(
-        self, compiled: Any, given: dict[str, Any]
-    ) -> Callable[[int, tuple[Changing, ...]], None] | None:
+    def _prepared(self, compiled: Any, given: dict[str, Any]) -> Callable[..., None] | None:
         """What makes the launch again.
 
         None where Triton has compiled nothing, as its interpreter, or passes memory of its own or
@@ -85,24 +82,29 @@ class Launch:
         if found is None or found[1].count(".param") != len(words):
             return None
         values = (ctypes.c_uint64 * len(words))(*words)
-        first = ctypes.addressof(values)
+        start = ctypes.addressof(values)
         parameters = (ctypes.c_void_p * len(words))(
-            *(first + _WORD * place for place in range(len(words)))
+            *(start + _WORD * place for place in range(len(words)))
         )
-        places = [place_of[name] for name in self._names]
+        first_place, *other_places = (place_of[name] for name in self._names)
+        kept: list[Changing | None] = [None] * len(other_places)
         metadata = compiled.metadata
         config = _Config(1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
         # objects of ctypes, which it would make anew for every call
         arguments = ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters, None
         launch_kernel, stream_of = _launch_kernel(), driver.active.get_current_stream
-        device = driver.active.get_current_device()
-        stays = None if self._stream is None else stream_of(device)
+        device, stays = driver.active.get_current_device(), self._stream is not None
+        config.stream = stream_of(device)
 
-        def again(programs: int, changing: tuple[Changing, ...]) -> None:
-            for place, value in zip(places, changing, strict=True):
-                values[place] = value if value.__class__ is int else value.data_ptr()  # type: ignore[union-attr]
+        def again(programs: int, first: torch.Tensor, *others: Changing) -> None:
+            values[first_place] = first.data_ptr()
+            for index, value in enumerate(others):
+                if value is not kept[index]:
+                    kept[index] = value
+                    values[other_places[index]] = _word(value)
             config.grid_x = programs
-            config.stream = stream_of(device) if stays is None else stays
+            if not stays:
+                config.stream = stream_of(device)
             error = launch_kernel(*arguments)
             if error:
                 raise RuntimeError(f"CUDA error {error} at a launch")
@@ -128,8 +130,11 @@ def _words(kind: Any, value: Any) -> Iterator[int]:
         for part in zip(kind, value, strict=True):
             yield from _words(*part)
     elif kind != "constexpr":
-        word = value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
-        yield word & (1 << 64) - 1
+        yield _word(value) & (1 << 64) - 1
+
+
+def _word(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
 
 
 @cache

@@ -10,11 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import (
-    MAX_RELAYS,
-    MIN_FAN_OUT_SAVED,
-    MIN_RELAYED_REPLICAS,
-)
+from ultraep_kernels.contract import MAX_RELAYS, MIN_FAN_OUT_SAVED, MIN_RELAYED_REPLICAS
 
 __all__ = [
     "MOST_RELAYS",
@@ -39,9 +35,7 @@ class Sends(NamedTuple):
     parents: torch.Tensor  # (R, S) int32: -1 the master, else ``rank * S + slot`` of a relay
     tasks: torch.Tensor  # (2, 1 + R * S) int32: number of slots to fill, then which; row 1 relayed
     turn: torch.Tensor  # (R * S,) int32, scratch
-    forwarded: (
-        torch.Tensor
-    )  # (MOST_RELAYS,) int32: tasks that each relaying program is through with
+    forwarded: torch.Tensor  # (MOST_RELAYS,) int32: tasks that each relay is through with
     turns: torch.Tensor  # (2, 2) int32, zero between launches: turns, arrivals; of ``receive`` too
     # of the plan, which others overwrite while experts are still sent; written by ``plan`` alone
     decision: torch.Tensor  # (1,) int32

@@ -1,18 +1,14 @@
 """stream: master weights -> replica slots of other ranks, chunk by chunk, direct or relayed.
 
 ``send`` launches programs that work through this rank's tasks beside the engine's dispatch, and are
-finite whatever other ranks do. The first send masters and never wait. Others, where there are
-relays, forward from own slots, each chunk as soon as its flag says that it is there; one that does
-not come soon is left, with what follows it, to ``receive``. That is a small launch where the
-experts begin, in the engine's own stream: it forwards what is left, and ends when this rank's own
-slots are filled. So nothing that waits for other ranks keeps a dispatch from starting, which they
-may have to wait for themselves.
+finite whatever other ranks do: a chunk to forward that does not come soon is left, with what
+follows it, to ``receive``. That is a small launch where the experts begin, in the engine's own
+stream: it forwards what is left, and ends when this rank's own slots are filled. So nothing that
+waits for other ranks keeps a dispatch from starting, which they may have to wait for themselves.
 
-Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
-``host.stream.stream_chunks``, with the same chunks. A chunk moves 16 bytes per access where source
-and target allow it, else byte by byte: keep tensors of experts 16-byte aligned. Programs are
-numbered as they start, and wait only for programs before them, of any rank, so that it does not
-matter how many run at the same time.
+Flags and chunks are those of ``host.stream``, its twin. A chunk moves 16 bytes per access where
+source and target allow it, else byte by byte: keep tensors of experts 16-byte aligned. Waits are
+for programs whose turn came before (``_turns``), of any rank.
 """
 
 from typing import Any, NamedTuple
@@ -38,14 +34,7 @@ from ultraep_kernels.device.launch import Launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = [
-    "Programs",
-    "Reach",
-    "Stream",
-    "StreamSizes",
-    "Transfers",
-    "follow_program",
-]
+__all__ = ["Programs", "Reach", "Stream", "StreamSizes", "Transfers", "follow_program"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8

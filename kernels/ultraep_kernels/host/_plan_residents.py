@@ -1,4 +1,4 @@
-"""expert loads (E,), residents (R, S) -> what slots hold and compute, with few new copies; compiled.
+"""expert loads (E,), residents (R, S) -> what slots hold and compute, few new copies; compiled.
 
 Residents are what a layer's slots hold from the batches before. Their experts' load is split anew:
 each copy's rank is levelled with its master's in turn, until the busiest rank is at the goal. Where
@@ -156,7 +156,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
         if time - now.goal < after - other.goal:
             worse, better = other, now
         room = capacities(worse.goal, speeds) - worse.split.rank_load
-        donor = room.argmin()
+        donor = int(room.argmin())
         if room[donor] >= 0:
             break
         expert = _pick_expert(donor, worse.split, better.split)
@@ -179,7 +179,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
 
 @compiled
 def _pick_expert(donor: int, worse: Placement, better: Placement) -> int:
-    """What ``donor`` computes most of, by master or slot, in both scenarios together; -1 nothing."""
+    """What ``donor`` computes most of, by master or slot, in both scenarios; -1 nothing."""
     num_masters = worse.left.size // worse.rank_load.size
     expert, most = -1, 0
     for other in range(donor * num_masters, (donor + 1) * num_masters):
@@ -203,7 +203,7 @@ def _pick_slot(
     target, chosen, most = -1, -1, np.int64(-(1 << 62))
     for rank in range(room.size):
         is_near = rank // group.domain_size == home // group.domain_size
-        if not is_near or rank == donor or rank == home or room[rank] <= 0:
+        if not is_near or rank in (donor, home) or room[rank] <= 0:
             continue
         if _holds(slots, rank, expert):
             continue
@@ -216,10 +216,10 @@ def _pick_slot(
 
 @compiled
 def _holds(slots: IntArray, rank: int, expert: int) -> bool:
+    found = False
     for slot in range(slots.shape[1]):
-        if slots[rank, slot] == expert:
-            return True
-    return False
+        found |= bool(slots[rank, slot] == expert)
+    return found
 
 
 @compiled
@@ -296,4 +296,4 @@ def _busiest_link(slots: IntArray, residents: IntArray, num_masters: int) -> int
                 sent[slots[rank, slot] // num_masters] += 1
                 received += 1
         most = max(most, received)
-    return max(most, sent.max())
+    return max(most, int(sent.max()))

@@ -5,11 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import (
-    MAX_RELAYS,
-    MIN_FAN_OUT_SAVED,
-    MIN_RELAYED_REPLICAS,
-)
+from ultraep_kernels.contract import MAX_RELAYS, MIN_FAN_OUT_SAVED, MIN_RELAYED_REPLICAS
 from ultraep_kernels.host._compile import compiled
 
 __all__ = ["relay_parents"]

@@ -7,7 +7,6 @@ over the replicas, so no rank is hit by a burst (Weyl's equidistribution; Knuth,
 Twin: ``device.reroute``.
 """
 
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["physical_table", "reroute", "reroute_reference"]
+__all__ = ["physical_table", "reroute"]
 
 
 @compiled
@@ -110,28 +109,4 @@ def reroute(
     flat = topk_ids.reshape(-1).numpy()
     if not _reroute_kernel(flat, share, physical, out.view(-1).numpy()):
         raise ValueError("share holds fewer assignments than topk_ids")
-    return out
-
-
-def reroute_reference(
-    topk_ids: torch.Tensor,
-    share: NDArray[np.int32],
-    slot_expert: NDArray[np.int32],
-    num_masters: int,
-) -> torch.Tensor:
-    """Twin of ``reroute``: the list of places written out."""
-    physical = physical_table(slot_expert, num_masters)
-    out = torch.full(topk_ids.shape, -1, dtype=torch.int32)
-    flat_ids, flat_out = topk_ids.reshape(-1), out.view(-1)
-    for expert in range(share.shape[0]):
-        positions = torch.nonzero(flat_ids == expert).squeeze(1)
-        places = np.repeat(physical[expert], share[expert])
-        if places.size < positions.numel():
-            raise ValueError("share holds fewer assignments than topk_ids")
-        if positions.numel():
-            stride = max(1, places.size * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
-            while gcd(stride, places.size) != 1:
-                stride += 1
-            order = np.arange(positions.numel()) * stride % places.size
-            flat_out[positions] = torch.from_numpy(places[order])
     return out

@@ -34,10 +34,6 @@ __all__ = ["main"]
 
 _SEEDS, _QUICK_SEEDS = 200, 2
 _TRIES, _QUICK_TRIES = 6, 2  # seeds for a mistake
-_QUICK_SCENARIOS = (
-    "two ranks", "measured speeds", "relays", "a silent rank", "dispatch", "calibration",
-    "nine slots", "many ids", "many chunks", "long chunks", "off and on", "copies stay",
-)  # fmt: skip
 
 
 @dataclass
@@ -182,7 +178,9 @@ def main() -> int:
 def _check_scenarios(arguments: argparse.Namespace, totals: _Totals) -> None:
     from tests.emulated_gpu.kernels.scenarios import SCENARIOS
 
-    names = arguments.scenario or (_QUICK_SCENARIOS if arguments.quick else SCENARIOS)
+    names = arguments.scenario or [
+        name for name, each in SCENARIOS.items() if each.is_quick or not arguments.quick
+    ]
     number = _QUICK_SEEDS if arguments.quick else _SEEDS
     if arguments.seeds is not None:
         number = arguments.seeds

@@ -14,7 +14,7 @@ from typing import Any
 import ultraep_kernels.device
 from triton.language import standard
 from ultraep_kernels.device._plan_residents import forget_what_changed
-from ultraep_kernels.device._plan_search import search
+from ultraep_kernels.device._plan_search import _is_wanted, search
 from ultraep_kernels.device.exchange import fill_row
 from ultraep_kernels.device.stream import _await_slot
 
@@ -123,7 +123,7 @@ MISTAKES = (
     ),
     Mistake(
         "attempts do not wait to be wanted",
-        rewrite=Rewrite(search, "await_arrivals(turns_ptr + _SPLIT, 1)", "pass"),
+        rewrite=Rewrite(_is_wanted, "await_arrivals(turns_ptr + _SPLIT, 1)", "pass"),
         scenario="copies stay",
     ),
     Mistake(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.balancer_rigs import SHAPES, masters_of
 from tests.support.host_driver import HostDriver
@@ -73,7 +74,7 @@ class Rank:
 
 
 def measured_picoseconds(rank: int) -> int:
-    """What an assignment takes on a rank: speeds are by this where they are not fixed."""
+    """What an assignment takes on a rank, by its own clock."""
     return 1000 + 300 * rank
 
 
@@ -104,7 +105,7 @@ def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any, patience_ns: int) 
     shape, size = rank.setup.shape, rank.setup.location.domain_size
     width = row_width(shape.num_logical_experts, rank.setup.view)
     chunks = rank.layers[0].chunks.shape[0]
-    limits = Limits(width, chunks, patience_ns, _NUM_PROGRAMS, _NUM_PROGRAMS)
+    limits = Limits(width, chunks, patience_ns, Programs(_NUM_PROGRAMS, _NUM_PROGRAMS))
     rendezvous = meeting.of(rank.number % size)
     gather = gather_of(rank.number) if size < shape.num_ranks else None
     place = rank.setup.location

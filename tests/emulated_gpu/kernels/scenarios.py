@@ -140,6 +140,7 @@ class Scenario:
     calibrates: bool = False
     is_silent: bool = False  # rank 0 does nothing, and the other three give up soon
     dispatches: bool = False  # with a stand-in for a dispatch that takes all multiprocessors
+    is_quick: bool = False  # played by a quick check too
 
     def options_of(self, seed: int, resident: int = 0) -> Options:
         """How a seed's run is made: few or many programs at a time, short turns or long ones.
@@ -171,27 +172,34 @@ SCENARIOS = {
     each.name: each
     for each in (
         Scenario("one batch", ExpertShape(2, 8, 1), _FIRST),
-        Scenario("two ranks", ExpertShape(2, 8, 1)),
+        Scenario("two ranks", ExpertShape(2, 8, 1), is_quick=True),
         Scenario("four ranks", ExpertShape(4, 16, 2), speeds="1.0,0.5,1.0,0.8"),
-        Scenario("measured speeds", ExpertShape(4, 16, 2), _BALANCED, speeds="auto"),
+        Scenario("measured speeds", ExpertShape(4, 16, 2), _BALANCED, speeds="auto", is_quick=True),
         Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
-        Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always"),
+        Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always", is_quick=True),
         Scenario("relays of eight", ExpertShape(8, 16, 1), _RELAYED),
         Scenario("relays expected to be left alone", ExpertShape(4, 8, 1), relay="always"),
         Scenario("many slots", ExpertShape(4, 32, 16), _BALANCED, relay="always"),  # 64 in all
-        Scenario("nine slots", ExpertShape(4, 32, 9), _BALANCED, relay="always"),
+        Scenario("nine slots", ExpertShape(4, 32, 9), _BALANCED, relay="always", is_quick=True),
         Scenario("many masters and three slots", ExpertShape(2, 20, 3), _BALANCED),
         Scenario("many ranks", ExpertShape(36, 72, 1), _FIRST),  # more than lanes
-        Scenario("many ids", ExpertShape(2, 8, 1), _MANY_IDS),
-        Scenario("many chunks", ExpertShape(2, 8, 1), _TURNS_OUT, weights=Weights(chunk_bytes=64)),
+        Scenario("many ids", ExpertShape(2, 8, 1), _MANY_IDS, is_quick=True),
+        Scenario(
+            "many chunks",
+            ExpertShape(2, 8, 1),
+            _TURNS_OUT,
+            weights=Weights(chunk_bytes=64),
+            is_quick=True,
+        ),
         Scenario(  # copied in several steps, some of them byte by byte
             "long chunks",
             ExpertShape(4, 8, 1),
             _TURNS_OUT,
             relay="always",
             weights=Weights(((200, 25), (1301,)), chunk_bytes=1 << 15),
+            is_quick=True,
         ),
-        Scenario("off and on", ExpertShape(2, 8, 1), _SWITCHED),
+        Scenario("off and on", ExpertShape(2, 8, 1), _SWITCHED, is_quick=True),
         Scenario(
             "off and on in micro-batches", _two_micro_batches(2, 8), _SWITCHED, least_resident=8
         ),
@@ -201,7 +209,13 @@ SCENARIOS = {
         Scenario("micro-batches of eight", _two_micro_batches(8, 16), _BALANCED, least_resident=8),
         Scenario("domains of four", ExpertShape(8, 32, 1), domain_size=4),
         Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
-        Scenario("copies stay", ExpertShape(2, 8, 2), _STAYING, slot_memory="per_layer"),
+        Scenario(
+            "copies stay",
+            ExpertShape(2, 8, 2),
+            _STAYING,
+            slot_memory="per_layer",
+            is_quick=True,
+        ),
         Scenario(
             "copies stay in domains",
             ExpertShape(6, 18, 2),
@@ -212,12 +226,12 @@ SCENARIOS = {
             slot_memory="per_layer",
         ),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
-        Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True),
-        Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True),
+        Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True, is_quick=True),
+        Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True, is_quick=True),
         Scenario(
             "dispatch and relays", ExpertShape(4, 8, 1), _BALANCED, relay="always", dispatches=True
         ),
-        Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True),
+        Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True, is_quick=True),
     )
 }
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 
@@ -11,16 +10,17 @@ import torch
 from ultraep_kernels.device.count import Count
 from ultraep_kernels.device.plan import Given, Planner, Rows, Sender, plan_sizes
 from ultraep_kernels.device.relays import has_relays
+from ultraep_kernels.device.stream import Programs
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, DeviceSamples
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, LayerSamples
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.balance.slots import SlotPool
-from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
+from ultraep_serve.costs.calibration import Probes, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
@@ -36,38 +36,23 @@ _COMPILE_SECONDS = 600.0  # that a rank may need before it serves, with nothing 
 _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
 
 
-class DeviceBackend:
-    """``Backend`` of ranks that find each other in the run directory, each with a GPU."""
+class DeviceBackend(Backend):
+    """Of ranks with a GPU each, found in the run directory, between hosts through the engine."""
 
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
-        config = setup.config
-        self.setup = setup
-        self._device = driver.device
-        self.layers: list[LayerSlots] = []
-        per_layer = config.slot_memory == "per_layer"
+        per_layer = setup.config.slot_memory == "per_layer"
         chunk_bytes = min(setup.chunk_bytes, MOST_CHUNK_BYTES)
-        self._pool = SlotPool(driver, setup.shape.num_slots, chunk_bytes, per_layer)
-        self._undo = ExitStack()
-        self._undo.callback(self._pool.close)
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._pool.slot_bytes
-
-    def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
-        self.layers.append(self._pool.adopt(masters))
-        return self.layers[-1]
+        super().__init__(setup, SlotPool(driver, setup.shape.num_slots, chunk_bytes, per_layer))
+        self._device = driver.device
 
     def connect(self) -> None:
         setup, location = self.setup, self.setup.location
         may_relay = has_relays(setup.relay, location.domain_size)
-        senders, relays = num_programs(_multiprocessors(self._device), _SENDERS, may_relay)
         limits = Limits(
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             max_chunks=max(layer.chunks.shape[0] for layer in self.layers),
             patience_ns=round(setup.config.timeout_seconds * 1e9),
-            num_senders=senders,
-            num_relays=relays,
+            programs=num_programs(_multiprocessors(self._device), _SENDERS, may_relay),
         )
         all_gather = None
         if location.num_domains > 1:
@@ -80,9 +65,6 @@ class DeviceBackend:
     @property
     def neighbours(self) -> Mapping[int, int]:
         return self.fabric.processes
-
-    def close(self) -> None:
-        self._undo.close()
 
     def _rendezvous(self) -> Rendezvous:
         """Return the way to find the domain: the run directory, or the engine between hosts."""
@@ -98,18 +80,12 @@ class DeviceBackend:
         path = setup.config.run_path
         return SocketRendezvous(path, location.rank, domain, setup.connect_seconds)
 
-    def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
-        setup, layer = self.setup, self.layers[0]
-        expert_bytes = layer.bytes_per_expert
-        probes = self._probes(layer)
-        return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
-
     def make_balancer(
         self,
         policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
-        samples: DeviceSamples | None = None,
+        samples: LayerSamples | None = None,
     ) -> DeviceBalancer:
         integers = costs.integer_costs()
         balancer = DeviceBalancer(
@@ -140,7 +116,7 @@ class DeviceBackend:
             send_expert=lambda: replayed_seconds(device, self._sender(layer)),
             plan=lambda: replayed_seconds(device, lambda: planner(no_ids, no_ids, counted)),
             gather=fabric.gathered,
-            bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 3].max()),
+            bytes_before_relay=fabric.limits.programs.senders * int(layer.chunks[:, 3].max()),
             rows_per_master=_ROWS_PER_MASTER,
         )
 
@@ -182,14 +158,14 @@ class StopNotice:
             _LOGGER.error("ultraep: %s; errors of CUDA follow from it", reason)
 
 
-def num_programs(multiprocessors: int, wanted: int, may_relay: bool) -> tuple[int, int]:
+def num_programs(multiprocessors: int, wanted: int, may_relay: bool) -> Programs:
     """Programs that send experts, ``wanted`` at most, and as many that relay where any plan does.
 
     Each takes a multiprocessor. LEFT_FREE of them are left to others, where there are more.
     """
     most = (multiprocessors - LEFT_FREE) // (2 if may_relay else 1)
     number = max(1, min(wanted, most))
-    return number, number if may_relay else 0
+    return Programs(number, number if may_relay else 0)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -6,21 +6,18 @@ from copies of the outcome that are done by then (``recording``).
 """
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from ultraep_kernels.contract import HEADER_WIDTH
-from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import DevicePlan, Gate, new_states
-from ultraep_kernels.device.reroute import new_physical
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import MicroBatch
 from ultraep_serve.balance.cuda.recording import Batches, Page, is_capturing
-from ultraep_serve.balance.physical import forced_ids, identity_table
+from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records
 from ultraep_serve.balance.speeds import OwnTime
 from ultraep_serve.costs.model import IntegerCosts, least_saved
@@ -32,13 +29,13 @@ from ultraep_serve.types import Decision, Stage
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["DeviceBalancer", "DeviceSamples"]
+__all__ = ["DeviceBalancer", "LayerSamples"]
 
 logger = logging.getLogger(__name__)
 
 
-class DeviceSamples(Protocol):
-    """What checks some of the layers; see ``proof.device``."""
+class LayerSamples:
+    """What checks layers while they serve: none of them here, some in ``proof.device``."""
 
     def routed(
         self,
@@ -53,29 +50,23 @@ class DeviceSamples(Protocol):
 
     def computed(self, micro_batch: int) -> bool:
         """Check the layer that was launched; whether a rank is known to have found a mistake."""
+        return False
 
 
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Where the policy was off in the batch before last, the host launches no more than the identity
-    behind a batch's first layer, whatever that one says now.
-
-    Experts are sent in a stream beside the engine's, which dispatches meanwhile and joins it in
-    ``receive``. There they are awaited too. A layer that was left alone in the batch before last
-    takes one launch for its plan and for all that may follow, in the engine's stream.
-
-    Records come when the host comes by after the device is done with a batch, at a later ``route``
-    or ``computed``. Stages are timed in one batch of several; what the others took is taken from
-    it, by their tokens. ``reroute`` is a part of ``plan``, whose launch looks the ids up. What runs
-    beside the engine's stream is not timed: ``wait`` is how much longer it took.
+    Experts are sent in a stream beside the engine's, and awaited in ``receive``; a layer that is
+    expected to be left alone takes one launch in the engine's stream (``choices.Expectations``).
+    Records come when the host comes by after the device is done with a batch. ``reroute`` is a part
+    of ``plan``, whose launch looks the ids up; ``wait`` is how much longer than the engine's stream
+    what runs beside it took.
 
     All of it may be captured in a CUDA graph, of which nothing is recorded; a replay obeys the
     policy that rank 0 last read in a ``route``.
 
-    Where a wait was given up, the device says so and stops before the layer's experts run: nobody
-    computes with what is not there, and whoever reads tokens gets an error of CUDA instead. A
-    ``route`` after the device has said so raises the reason.
+    Where a wait was given up, the device says so and stops before the layer's experts run: whoever
+    reads tokens gets an error of CUDA. A ``route`` after that raises the reason.
     """
 
     def __init__(
@@ -86,10 +77,11 @@ class DeviceBalancer:
         policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
-        samples: DeviceSamples | None = None,
+        samples: LayerSamples | None = None,
     ) -> None:
         """Take what ``HostBalancer`` takes."""
-        self._setup, self._fabric, self._samples, self._recorder = setup, fabric, samples, recorder
+        self._setup, self._fabric, self._recorder = setup, fabric, recorder
+        self._samples = samples or LayerSamples()
         shape, device = setup.shape, fabric.status.device
         own_time = OwnTime(costs, shape.num_masters)
         expert_bytes = [layer.bytes_per_expert for layer in layers]
@@ -117,15 +109,12 @@ class DeviceBalancer:
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+        """Physical ids (T, K) for ``topk_ids``, on the device and int32 or int64 like these.
 
-        Both are int32 or int64. The next layer's ids are written to the same memory.
-
-        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
-        token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
-        the engine has computed number 0. They come in the same order in every layer, on every rank,
-        and have ``batch_tokens`` of their own. Raises PeerTimeoutError when a rank is gone, batches
-        later; then for every micro-batch of a layer, because their threads wait for each other.
+        The next layer's ids are written to the same memory. Micro-batches come in the same order in
+        every layer, on every rank, and have ``batch_tokens`` of their own. Raises PeerTimeoutError
+        when a rank is gone, batches later; then for every micro-batch of a layer, because their
+        threads wait for each other.
         """
         self._fabric.check_peers(look=micro_batch == 0)
         is_small = batch_tokens < self._setup.config.min_batch_tokens
@@ -143,7 +132,7 @@ class DeviceBalancer:
         self._fabric.gather(part.count.row, part.rows)
         row.lap(Stage.EXCHANGE)
         self._plan(part, layer, ids, physical)
-        if self._samples is not None and page is not self._captured:
+        if page is not self._captured:
             found = part.plan.found
             self._samples.routed(layer, topk_ids, physical, found, micro_batch, begins)
         return physical
@@ -163,7 +152,7 @@ class DeviceBalancer:
             row.lap(Stage.PLAN)
             part.send(chunks)
         if self._setup.config.allow_ideal:
-            self._force(part, ids, physical)
+            part.force(ids, physical, self._identity)
 
     def receive(self, micro_batch: int = 0) -> None:
         """Order what is launched next behind all experts that were sent and received."""
@@ -192,7 +181,7 @@ class DeviceBalancer:
             is_last = self._expected.rests or row.layer == len(self._chunks) - 1
             if is_last and all(other.row is None for other in self._parts):
                 self._batches.send(page)
-            if self._samples is not None and self._samples.computed(micro_batch):
+            if self._samples.computed(micro_batch):
                 self._choice.forget()
         if self._batches.unread and not self._is_captured:
             self._record_what_is_done()
@@ -201,13 +190,6 @@ class DeviceBalancer:
     def is_waiting(self) -> bool:
         page = self._batches.last
         return page.used > 0 and not (page.is_sent and page.is_done)
-
-    def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Send each assignment to its master, (T, K) as given; padding and unknown ids give -1."""
-        physical, shape = new_physical(topk_ids), self._setup.shape
-        send_home = Identity(shape.num_logical_experts, shape.num_masters, shape.num_slots)
-        send_home(topk_ids.contiguous(), physical)
-        return physical
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
@@ -272,13 +254,6 @@ class DeviceBalancer:
         self._expected.learn(before)
         self._record_what_is_done(until=before)
         return self._batches.next(self._number)
-
-    def _force(self, part: MicroBatch, ids: torch.Tensor, physical: torch.Tensor) -> None:
-        """Overwrite ``physical`` where it was decided to force an even load."""
-        first = part.rows[: self._setup.source_rank, HEADER_WIDTH:].sum()
-        forced = forced_ids(ids, self._identity, part.plan.speeds, first).to(physical.dtype)
-        is_forced = part.plan.found.decision == Decision.FORCED
-        physical.copy_(torch.where(is_forced, forced, physical))
 
     def _record_what_is_done(self, until: Page | None = None) -> None:
         """Record batches that the device has done, at least those up to ``until``."""

@@ -27,10 +27,7 @@ class OwnChoice:
     """The policy that is asked for, where this is rank 0; what it measured, what has changed."""
 
     def __init__(
-        self,
-        policies: ControlPage | None,
-        own_time: OwnTime,
-        device: torch.device,
+        self, policies: ControlPage | None, own_time: OwnTime, device: torch.device
     ) -> None:
         """``policies`` is rank 0's; other ranks choose nothing."""
         self._policies, self._own_time = policies, own_time

@@ -5,6 +5,7 @@ They are imported when a driver is opened. All else knows the ``Driver`` protoco
 
 import importlib
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,7 +93,11 @@ class CudaDriver:
         return int(self._call("cuMemImportFromShareableHandle", shareable, self._handle_type))
 
     def tensor(self, address: int, size: int) -> torch.Tensor:
-        wrapped = torch.as_tensor(_Window(address, size), device=self.device)
+        # as bytes: bfloat16 and FP8 have no typestr
+        window = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        wrapped = torch.as_tensor(
+            SimpleNamespace(__cuda_array_interface__=window), device=self.device
+        )
         if wrapped.data_ptr() != address:
             raise DeviceError(f"torch copied the memory at {address:#x} instead of wrapping it")
         return wrapped
@@ -125,19 +130,6 @@ class CudaDriver:
         for what, attribute in (("virtual memory", memory), (self.kind.value, handles)):
             if not self._call("cuDeviceGetAttribute", attribute, device):
                 raise UnsupportedError(f"{self.device} offers no {what}, which replica slots need")
-
-
-class _Window:
-    """Device memory as torch takes it over; bytes, because bfloat16 and FP8 have no typestr."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def open_driver(device_index: int, kind: HandleKind = HandleKind.FILE_DESCRIPTOR) -> CudaDriver:

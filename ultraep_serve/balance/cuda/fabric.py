@@ -1,16 +1,13 @@
 """How ranks reach each other's GPU memory; twin of ``ultraep_serve.balance.host.fabric``.
 
 Every rank owns signals (its inbox of rows and the flags of its slots' chunks) and a slot pool. Each
-maps everybody's, and hands the kernels tables of addresses. Several ranks may share one device.
-
-Memory reaches as far as a domain, ranks that NVLink or one host joins. Tables of slots are indexed
-by rank of the whole group, as plans are; other domains' entries are 0, since no plan moves weights
-there.
+maps everybody's in its domain, ranks that NVLink or one host joins, and hands the kernels tables of
+addresses. Several ranks may share one device.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +21,7 @@ from ultraep_kernels.device.stream import Programs, Reach, Stream, StreamSizes
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
 from ultraep_serve.balance.cuda.driver import host_words
-from ultraep_serve.balance.rendezvous import Rendezvous, map_domain
+from ultraep_serve.balance.rendezvous import Rendezvous, map_domain, of_group
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
@@ -50,13 +47,7 @@ class Limits:
     row_width: int  # int32 per exchanged row
     max_chunks: int  # chunks of the largest expert
     patience_ns: int  # how long a wait lasts before it is given up
-    num_senders: int  # programs that send experts
-    num_relays: int  # programs that forward them; 0 where no plan has relays
-
-    @property
-    def programs(self) -> Programs:
-        """The numbers of programs, as launches take them."""
-        return Programs(self.num_senders, self.num_relays)
+    programs: Programs
 
 
 class DeviceFabric:
@@ -92,13 +83,13 @@ class DeviceFabric:
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
             size = inbox + pool.num_slots * limits.max_chunks * 8
-            mapped = map_domain(pool, rendezvous, location, size, list(astuple(limits)), undo)
+            agreed = [limits.row_width, limits.max_chunks, limits.patience_ns, *limits.programs]
+            mapped = map_domain(pool, rendezvous, location, size, agreed, undo)
             self.processes = dict(zip(self.domain, mapped.processes, strict=True))  # 0: unseen
             self._inboxes = self._table(mapped.signals)  # (D,) int64 by rank of the domain
             flags = [address + inbox for address in mapped.signals]
-            pools = self._group_table(mapped.pools)
-            most, waits = limits.max_chunks, (self.status, self.reported)
-            self.reach = Reach(pools, self._group_table(flags), most, *waits)
+            pools, raised = [self._table(of_group(location, at)) for at in (mapped.pools, flags)]
+            self.reach = Reach(pools, raised, limits.max_chunks, self.status, self.reported)
             self._undo = undo.pop_all()
 
     @property
@@ -240,9 +231,3 @@ class DeviceFabric:
 
     def _table(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._driver.device)
-
-    def _group_table(self, addresses: list[int]) -> torch.Tensor:
-        """Return the domain's ``addresses`` in (R,) int64, 0 for the other domains' ranks."""
-        table = [0] * self.num_ranks
-        table[self.domain.start : self.domain.stop] = addresses
-        return self._table(table)

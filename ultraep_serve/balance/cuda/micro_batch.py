@@ -13,8 +13,8 @@ from ultraep_kernels.device.plan import Gate, Given, Planner, Rows, Sender, plan
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import LayerRow
-from ultraep_serve.balance.speeds import fixed_speeds
-from ultraep_serve.types import TokenView
+from ultraep_serve.balance.physical import forced_ids
+from ultraep_serve.types import Decision, TokenView
 
 __all__ = ["MicroBatch", "SideStream"]
 
@@ -45,8 +45,8 @@ class MicroBatch:
         shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
         wanted = RowWanted(choice, fabric.inboxes, arriving)
         total = None if is_own else shared[0]
-        speeds = fixed_speeds(setup.config.speeds, ranks)
-        self.rows = rows
+        speeds = setup.speeds
+        self.rows, self._source_rank = rows, setup.source_rank
         self.count = Count(experts, device, wanted, total, has_load=is_own)
         self.plan = Planner(
             plan_sizes(
@@ -80,7 +80,8 @@ class MicroBatch:
         self.identity = Identity(experts, shape.num_masters, shape.num_slots)
         self._has_slots = slots > 0
         self._rooms: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._room = torch.empty(0, device=device)  # of the layers that run
+        self._room = torch.empty(0, device=device)  # of the layers that run, for ids that it fits
+        self._fits: tuple[torch.Size, torch.dtype] | None = None
         self._sent: torch.Tensor | None = None  # chunks of the layer that is on its way
         self.row: LayerRow | None = None  # of the layer that was routed and is not computed yet
 
@@ -89,15 +90,25 @@ class MicroBatch:
 
         What there was for other sizes stays: graphs that were captured with it may be replayed.
         """
-        room, shape, dtype = self._room, topk_ids.shape, topk_ids.dtype
-        if room.shape != shape or room.dtype != dtype:
-            number = topk_ids.numel()
-            self.count.fit(number)
-            kind = 1 << max(0, number - 1).bit_length(), dtype
+        fits = topk_ids.shape, topk_ids.dtype
+        if fits != self._fits:
+            self._fits, number = fits, topk_ids.numel()
+            self.count.fit(topk_ids)
+            kind = 1 << max(0, number - 1).bit_length(), topk_ids.dtype
             if kind not in self._rooms:
                 self._rooms[kind] = topk_ids.new_empty(kind[0])
-            room = self._room = self._rooms[kind][:number].view(shape)
-        return room
+            self._room = self._rooms[kind][:number].view(topk_ids.shape)
+        return self._room
+
+    def force(self, topk_ids: torch.Tensor, physical: torch.Tensor, table: torch.Tensor) -> None:
+        """Overwrite ``physical`` where it was decided to force an even load.
+
+        ``table`` as ``identity_table`` has it.
+        """
+        first = self.rows[: self._source_rank, HEADER_WIDTH:].sum()
+        forced = forced_ids(topk_ids, table, self.plan.speeds, first).to(physical.dtype)
+        is_forced = self.plan.found.decision == Decision.FORCED
+        physical.copy_(torch.where(is_forced, forced, physical))
 
     def send(self, chunks: torch.Tensor) -> None:
         """Send experts of the layer with ``chunks`` beside what the engine does meanwhile."""

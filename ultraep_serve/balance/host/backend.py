@@ -1,8 +1,7 @@
 """Balancing where experts live in host memory."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,13 +10,13 @@ from ultraep_kernels.host.exchange import contradictions
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer, HostSamples
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.slots import SlotPool
-from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
+from ultraep_serve.costs.calibration import Probes, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.control import ControlPage
@@ -29,26 +28,13 @@ _REPEATS = 3
 _EXCHANGES = 20
 
 
-class HostBackend:
-    """``Backend`` of ranks that find each other in the run directory."""
+class HostBackend(Backend):
+    """Of ranks that find each other in the run directory."""
 
     def __init__(self, setup: GroupSetup) -> None:
-        self.setup = setup
-        self.layers: list[LayerSlots] = []
-        config = setup.config
-        per_layer = config.slot_memory == "per_layer"
+        per_layer = setup.config.slot_memory == "per_layer"
         slots = setup.shape.num_replica_slots
-        self._pool = SlotPool(HostMemory(), slots, setup.chunk_bytes, per_layer)
-        self._undo = ExitStack()
-        self._undo.callback(self._pool.close)
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._pool.slot_bytes
-
-    def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
-        self.layers.append(self._pool.adopt(masters))
-        return self.layers[-1]
+        super().__init__(setup, SlotPool(HostMemory(), slots, setup.chunk_bytes, per_layer))
 
     def connect(self) -> None:
         setup, location = self.setup, self.setup.location
@@ -69,21 +55,6 @@ class HostBackend:
         self._undo.callback(self.fabric.close)
         self.fabric.wait_at_least(setup.connect_seconds)
 
-    @property
-    def neighbours(self) -> Mapping[int, int]:
-        return {}  # whoever waits for a rank looks at its process
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
-        setup, layer = self.setup, self.layers[0]
-        warm_up(setup.shape)
-        self._warm_up_kernels(layer)
-        expert_bytes = layer.bytes_per_expert
-        probes = self._probes(layer)
-        return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
-
     def make_balancer(
         self,
         policies: ControlPage | None,
@@ -99,6 +70,7 @@ class HostBackend:
     def _warm_up_kernels(self, layer: LayerSlots) -> None:
         """Compile what a planned batch calls, or load it from disk, by planning no tokens."""
         shape = self.setup.shape
+        warm_up(shape)
         loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
         plan = identity_plan(loads, shape, source_rank=0)
         parents = relay_parents(plan.slot_expert, shape.num_masters, "always")  # compiled then
@@ -112,6 +84,7 @@ class HostBackend:
             contradictions(some)
 
     def _probes(self, layer: LayerSlots) -> Probes:
+        self._warm_up_kernels(layer)
         shape, fabric = self.setup.shape, self.fabric
         loads, context = probe_loads(shape), self.setup.context
 

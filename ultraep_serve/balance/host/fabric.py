@@ -1,21 +1,18 @@
 """How the ranks of one domain reach each other: shared memory, epochs and bounded waits.
 
 Every rank owns signals (its flag, its two rows, its chunk flags) and a slot pool, both anonymous
-shared memory that vanishes with its last process, which all map (``balance.rendezvous``).
-
-An epoch is one exchange. All ranks run the same exchanges in the same order, so the epoch is a
-local counter, flags only grow, and nothing is ever reset.
-
-Tables are indexed by rank of the whole group, as plans are; other domains' entries are 0, since no
-plan moves weights there.
+shared memory that vanishes with its last process, which all map (``balance.rendezvous``). An epoch
+is one exchange. All ranks run the same exchanges in the same order, so it is a local counter, and
+flags only grow.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
 from ultraep_kernels.host.stream import Reach, stream_chunks
@@ -23,7 +20,7 @@ from ultraep_kernels.host.stream import Reach, stream_chunks
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.peers import Peers
-from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain
+from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain, of_group
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.balance.watch import WATCH_SECONDS
 from ultraep_serve.errors import FabricError
@@ -57,7 +54,6 @@ class HostFabric:
         self.epoch = 0
         self._timeout_seconds = timeout_seconds
         self.row_width = row_width
-        self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
         signal_bytes = chunk_flags + pool.num_slots * max_chunks * 8
         rendezvous = SocketRendezvous(
@@ -74,11 +70,11 @@ class HostFabric:
                 "must run in one process namespace, with its own /proc mounted"
             )
         self._peers = Peers(self.rank, processes, timeout_seconds)
-        inside = np.array(mapped.signals, dtype=np.int64)
-        self._flags = inside
-        self._rows = inside + FLAG_BYTES
-        self._chunk_flags = self._of_group(inside + chunk_flags)
-        self._pools = self._of_group(mapped.pools)
+        self._flags = np.array(mapped.signals, dtype=np.int64)
+        self._rows = self._flags + FLAG_BYTES
+        flags = of_group(location, (self._flags + chunk_flags).tolist())
+        pools = of_group(location, mapped.pools)
+        self._reach = Reach(np.array(pools), np.array(flags), max_chunks)
         self._exchange_inside(np.zeros(row_width, dtype=np.int64))  # all have mapped all
 
     def wait_at_least(self, seconds: float) -> None:
@@ -132,23 +128,8 @@ class HostFabric:
         ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
         """
         progress = np.zeros(slot_expert.shape, dtype=np.int64)
-        reach = Reach(self._pools, self._chunk_flags, self._max_chunks)
-
-        def push(spins: int) -> bool:
-            return bool(
-                stream_chunks(
-                    parents,
-                    slot_expert,
-                    num_masters,
-                    layer.chunks,
-                    reach,
-                    self.rank,
-                    self.epoch,
-                    progress,
-                    spins,
-                )
-            )
-
+        of_plan = parents, slot_expert, num_masters, layer.chunks
+        push = partial(stream_chunks, *of_plan, self._reach, self.rank, self.epoch, progress)
         self._wait(push, "a relayed expert")
 
     def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:
@@ -156,8 +137,8 @@ class HostFabric:
         slots = np.flatnonzero(slot_expert[self.rank] >= 0)
         if slots.size:
             chunk = np.arange(layer.chunks.shape[0])
-            offsets = (slots[:, None] * self._max_chunks + chunk) * 8
-            flags = self._chunk_flags[self.rank] + offsets.reshape(-1)
+            offsets = (slots[:, None] * self._reach.max_chunks + chunk) * 8
+            flags = self._reach.flags[self.rank] + offsets.reshape(-1)
             self._wait(lambda spins: self._arrived(flags, spins), "replicated experts")
 
     def close(self) -> None:
@@ -169,9 +150,3 @@ class HostFabric:
 
     def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
         self._peers.wait(is_done, what, self._flags, self.epoch)
-
-    def _of_group(self, addresses: ArrayLike) -> NDArray[np.int64]:
-        """The domain's ``addresses`` in (R,), 0 for the ranks of other domains."""
-        table = np.zeros(self.num_ranks, dtype=np.int64)
-        table[self.domain.start : self.domain.stop] = addresses
-        return table

@@ -10,15 +10,7 @@ from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import available_memory
 
-__all__ = [
-    "MAP_FIXED",
-    "READ_WRITE",
-    "HostMemory",
-    "map_memory",
-    "protect_memory",
-    "tensor_at",
-    "unmap_memory",
-]
+__all__ = ["MAP_FIXED", "READ_WRITE", "HostMemory", "map_memory", "tensor_at", "unmap_memory"]
 
 MAP_FIXED = 0x10  # not exposed by the mmap module
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -39,7 +31,6 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class HostMemory:
@@ -137,8 +128,3 @@ def tensor_at(address: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def unmap_memory(address: int, size: int) -> None:
     """munmap(2) of ranges that are known to be mapped."""
     _libc.munmap(address, size)
-
-
-def protect_memory(address: int, size: int, protection: int) -> None:
-    """mprotect(2) of ranges that are known to be mapped."""
-    _libc.mprotect(address, size, protection)

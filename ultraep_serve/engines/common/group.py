@@ -31,7 +31,6 @@ from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.make_backend import make_backend
 from ultraep_serve.balance.physical import identity_table
-from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.memory import chosen_slot_memory, require_memory
@@ -41,6 +40,7 @@ from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import SelfCheckError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.samples import Sampled
+from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.system.versions import versions_here
@@ -242,14 +242,13 @@ class BalancedLayers:
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
         call it together. ``answers`` None: the self-check cannot compare outputs. ``largest``
-        batch, see ``GroupSetup.why_never_balanced``. Returns when all ranks have come this far.
+        batch, see ``why_never_balanced``. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
-        ConfigError where hosts were started with other flags, there is not one speed per rank, or
-        a CPU host has too little memory for the largest batch,
+        ConfigError where hosts were started with other flags, as ``GroupSetup`` does, or where a
+        CPU host has too little memory for the largest batch,
         PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
         what it should not.
         """
-        fixed_speeds(config.speeds, shape.num_ranks)
         self._own, self._layers, self._answers = own, layers, answers
         self._held: Sequence[ExpertWeights[Any]] = ()
         self._is_made = False
@@ -265,7 +264,7 @@ class BalancedLayers:
             proof = _proof_of(backend)
             self.self_check = self._check_itself(proof, backend)
             undo.pop_all()
-        if reason := self._setup.why_never_balanced(self._costs, largest):
+        if reason := why_never_balanced(self._setup, self._costs, largest):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)

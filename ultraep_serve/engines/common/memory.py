@@ -12,12 +12,10 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.proof.answers import Answers
-from ultraep_serve.system.machine import available_memory, total_memory
+from ultraep_serve.system.machine import available_memory, most_slot_bytes
 from ultraep_serve.types import TokenView
 
 __all__ = ["chosen_slot_memory", "require_memory"]
-
-_MOST_PERCENT = 6  # of a rank's memory for slots of each layer's own, where nobody has chosen
 
 
 def chosen_slot_memory(
@@ -31,12 +29,11 @@ def chosen_slot_memory(
     wanted = setup.config.slot_memory
     if wanted != "auto":
         return wanted
-    total = total_memory() if layers[0][0].device.type == "cpu" else None
     masters = sum(tensor.nbytes for tensors in layers for tensor in tensors)
     slot_bytes = masters // setup.shape.num_masters * setup.shape.num_slots
-    left = -1 if total is None else total * _MOST_PERCENT // 100 // setup.location.host_size
-    fits = _least(setup, left - slot_bytes) >= 0
-    return "per_layer" if fits and setup.shape.num_slots else "shared"
+    most = most_slot_bytes(setup.location.host_size) if layers[0][0].is_cpu else 0
+    fits = _least(setup, most - slot_bytes) >= 0
+    return "per_layer" if fits and slot_bytes else "shared"
 
 
 def require_memory(setup: GroupSetup, answers: Answers, largest: int, cache_bytes: int) -> None:

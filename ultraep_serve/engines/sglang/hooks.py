@@ -72,7 +72,7 @@ _LEAVING_WEIGHTS = (
     "BatchTokenizedEmbeddingReqInput AbortReq OpenSessionReqInput CloseSessionReqInput "
     "FlushCacheReqInput GetInternalStateReq ProfileReq FreezeGCReq ConfigureLoggingReq "
     "ExpertDistributionReq PauseGenerationReqInput ContinueGenerationReqInput"
-).split()
+)
 
 
 def install(config: BalanceConfig) -> None:
@@ -268,7 +268,7 @@ class _SchedulerHooks:
         when SGLang tells plugins that weights have changed.
         """
         kinds = {type(request).__name__ for request in recv_reqs}
-        if self._balanced is not None and not kinds.issubset(_LEAVING_WEIGHTS):
+        if self._balanced is not None and not kinds.issubset(_LEAVING_WEIGHTS.split()):
             self._balanced.balancer.forget()
 
     def _check_adopted(self, model: Any) -> None:
