@@ -80,7 +80,7 @@ class Mirror:
         ]
 
 
-def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:
+def bare_config(min_batch_tokens: int, max_imbalance: float, slot_memory: str = "shared") -> Any:
     """What DeviceBalancer reads of BalanceConfig, which needs pydantic."""
     return SimpleNamespace(
         policy=Policy.QUOTA,
@@ -88,6 +88,7 @@ def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:
         max_imbalance=max_imbalance,
         allow_ideal=False,
         speeds="equal",
+        slot_memory=slot_memory,
     )
 
 
