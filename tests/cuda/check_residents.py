@@ -135,9 +135,9 @@ def test_batches_of_a_layer(
     fast = None if speeds is None else np.array(speeds)
     layer, changes = Layer(bench, shape, costs, domain_size, fast), 0
     found = []
-    for number in range(14):
-        changes += number in (5, 9)
-        policy = Policy.OFF if number in (8, 9) else Policy.QUOTA
+    for number in range(9):
+        changes += number in (4, 7)
+        policy = Policy.OFF if number in (6, 7) else Policy.QUOTA
         found.append(layer.batch(drifting(shape, number), changes, policy))
     plans = [plan for decision, plan in found if decision is Decision.PLANNED]
     assert any((plan.copied >= 0).any() for plan in plans)
