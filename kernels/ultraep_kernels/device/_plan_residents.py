@@ -52,6 +52,7 @@ _FORGET, _SHIFT, _TURN = tl.constexpr(FORGET), tl.constexpr(AVERAGE_SHIFT), tl.c
 _SOON, _LATER = tl.constexpr(SOON_BATCHES), tl.constexpr(LATER_BATCHES)
 _SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(SPLIT_SWEEPS), tl.constexpr(STEP_SWEEPS)
 _STEPS = tl.constexpr(MOST_NEW_COPIES)
+_AT_ONCE = tl.constexpr(128)  # experts, or slots
 _FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
 _BEST, _HORIZON, _OTHER_GOAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -125,8 +126,8 @@ def split_residents(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     NUM_PLACES: tl.constexpr = NUM_RANKS * SIZES.num_slots
     batches = tl.load(state_ptr + _BATCHES)
     average_ptr = state_ptr + RESIDENTS + NUM_PLACES
-    index = tl.arange(0, 32)
-    for start in range(0, NUM_EXPERTS, 32):
+    index = tl.arange(0, _AT_ONCE)
+    for start in range(0, NUM_EXPERTS, _AT_ONCE):
         experts = start + index
         is_expert = experts < NUM_EXPERTS
         load = tl.load(found.expert_load + experts, mask=is_expert, other=0).to(tl.int64)
@@ -136,7 +137,7 @@ def split_residents(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
         mirror = tl.maximum(2 * (average >> _SHIFT) - load, 0)
         tl.store(average_ptr + experts, average, mask=is_expert)
         tl.store(kept.mirror + experts, mirror.to(tl.int32), mask=is_expert)
-    for start in range(0, NUM_PLACES, 32):
+    for start in range(0, NUM_PLACES, _AT_ONCE):
         places = start + index
         held = tl.load(state_ptr + RESIDENTS + places, mask=places < NUM_PLACES, other=-1)
         tl.store(kept.best + places, held.to(tl.int32), mask=places < NUM_PLACES)
@@ -331,12 +332,12 @@ def _split(
     NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     NUM_PLACES: tl.constexpr = SIZES.num_ranks * SIZES.num_slots
     left_ptr, placed_ptr = kept.left + number * NUM_EXPERTS, kept.placed + number * (2 * NUM_PLACES)
-    index = tl.arange(0, 32)
-    for start in range(0, NUM_EXPERTS, 32):
+    index = tl.arange(0, _AT_ONCE)
+    for start in range(0, NUM_EXPERTS, _AT_ONCE):
         experts = start + index
         load = tl.load(loads_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
         tl.store(left_ptr + experts, load, mask=experts < NUM_EXPERTS)
-    for start in range(0, NUM_PLACES, 32):
+    for start in range(0, NUM_PLACES, _AT_ONCE):
         places = start + index
         held = tl.load(slots_ptr + places * STEP, mask=places < NUM_PLACES, other=-1)
         tl.store(placed_ptr + places * 2, held, mask=places < NUM_PLACES)

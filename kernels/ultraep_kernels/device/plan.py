@@ -34,7 +34,8 @@ __all__ = [
 
 _EXPERTS_SUMMED = 8  # by one program
 _EXPERTS_WRITTEN = 8  # by one, in a layer in which nothing is expected to be copied
-_MOST_REGISTERS = 192  # of a thread; left to itself the assembler keeps to 168, and spills
+# of a thread; left to itself the assembler keeps to 168, and spills; where copies stay, all of them
+_MOST_REGISTERS, _MOST_KEEPING = 192, 255
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
 _BLOCK_FLAGS = 256  # looked at together
@@ -226,7 +227,8 @@ class Planner:
         """A launch with ``others`` in place of some constants."""
         given = self._constants | others
         changing = tuple(name for name in _CHANGING if name not in given)
-        return Launch(plan_kernel, changing, given, num_warps=1, maxnreg=_MOST_REGISTERS)
+        most = _MOST_KEEPING if self.sizes.keeps else _MOST_REGISTERS
+        return Launch(plan_kernel, changing, given, num_warps=1, maxnreg=most)
 
     def __call__(
         self,
