@@ -262,6 +262,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
         TemporaryDirectory(dir=SHARED_MEMORY) as folder,
         closing(create(Path(folder), shape=shape, ring_records=RING_RECORDS)) as ring,
         prepared_launches(nothing),
+        _one_thread(),
         mock.patch.object(recorder, "record_batch", ring.record_batch),
         mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),
         mock.patch.object(micro_batch, "SideStream", side_effect=lambda _: SideStream(device)),
@@ -286,6 +287,17 @@ def host_microseconds_per_layer() -> dict[str, float]:
             found[f"{kind}, all"] = statistics.median(map(statistics.mean, of_batches))
     times = timeit.repeat(lambda: nothing(None, None, None, None), number=1, repeat=1000)
     return found | {"launch": 1e6 * statistics.median(times)}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Inside, torch has no threads that wait for each other: copies are a device's."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 @contextmanager
