@@ -13,12 +13,20 @@ from dataclasses import asdict, dataclass
 import harness
 import torch
 import triton
-from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.contract import HEADER_WIDTH, Prices
 from ultraep_kernels.device.count import Count, RowWanted
 from ultraep_kernels.device.exchange import Inboxes, exchange, new_epoch
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.outcome import outcome_width
-from ultraep_kernels.device.plan import Gate, Given, Planner, Rows, Sender, plan_sizes
+from ultraep_kernels.device.plan import (
+    Gate,
+    Given,
+    Planner,
+    Rows,
+    Sender,
+    new_states,
+    plan_sizes,
+)
 from ultraep_kernels.device.relays import has_relays, plan_sends
 from ultraep_kernels.device.status import new_status
 from ultraep_kernels.device.stream import CHUNK_WORDS, Programs, Reach, Stream, StreamSizes
@@ -34,6 +42,7 @@ TOKENS, TOP_K = 8192, 8  # of one rank
 CHUNKS = 48  # of one expert
 SENDERS, PATIENCE_NS = 32, 60_000_000_000
 GATE = Gate(1_020_000, 900_000, 4_000_000, 30_000_000)
+PRICES = Prices(34_133, 73_955)
 LABEL = re.compile(r"(\$L__BB\w+):")
 BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
 POLL = re.compile(r"\bnanosleep\b|\bld\.(?:acquire|relaxed)\.sys\b")
@@ -47,6 +56,7 @@ class Case:
     num_experts: int
     num_slots: int
     domain_size: int | None = None
+    keeps: bool = False  # whether plans beside copies that stay are compiled too
 
     def __str__(self) -> str:
         domain = f" D{self.domain_size}" if self.domain_size else ""
@@ -54,8 +64,8 @@ class Case:
 
 
 CASES = (
-    Case(8, 128, 2),  # one server
-    Case(64, 256, 2),  # the sizes of the published measurements
+    Case(8, 128, 2, keeps=True),  # one server
+    Case(64, 256, 2, keeps=True),  # the sizes of the published measurements
     Case(64, 256, 2, domain_size=8),  # eight servers
     Case(72, 288, 2),  # as many ranks as there are, no power of two
     Case(72, 504, 4),
@@ -97,24 +107,33 @@ def launches_of(case: Case) -> list[Launch]:
     programs = Programs(SENDERS, SENDERS if has_relays("auto", domain_size) else 0)
     rows = torch.zeros((ranks, HEADER_WIDTH + experts), dtype=torch.int32)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
-    count = Count(experts, "cpu", RowWanted(torch.zeros(2, dtype=torch.int32), inboxes, rows))
+    count = Count(experts, "cpu", RowWanted(torch.zeros(3, dtype=torch.int32), inboxes, rows))
     count.fit(ids)
     kind = {"measures_speeds": True, "writes_identity": False}
-    plan = Planner(
-        plan_sizes(ranks, experts, slots, domain_size, **kind),
-        Given(Rows.of(rows[:, HEADER_WIDTH:]), status, Rows.of(rows), gate=GATE),
-        Sender(source=1, rank=1, relay="auto", epoch=epoch),
-        reach,
-        programs,
+    plan, keeper = (
+        Planner(
+            plan_sizes(ranks, experts, slots, domain_size, keeps=keeps, **kind),
+            Given(Rows.of(rows[:, HEADER_WIDTH:]), status, Rows.of(rows), gate=GATE),
+            Sender(source=1, rank=1, relay="auto", epoch=epoch),
+            reach,
+            programs,
+            PRICES,
+        )
+        for keeps in (False, True)
     )
-    sent = plan.found.sends, plan.found.slot_expert, 1
+    state = new_states(1, experts, ranks, slots, status.device)[0]
+    sent = plan.found.sends, plan.found.copied, 1
     stream = Stream(*sent, reach, StreamSizes(ranks, masters, slots, programs))
     outcome = torch.zeros(outcome_width(experts, ranks, slots), dtype=torch.int32)
     chunks = torch.zeros(1 + CHUNK_WORDS.value * CHUNKS, dtype=torch.int64)
     with recorded_launches() as launches:
         count(ids, PATIENCE_NS)
         plan(ids, ids, count, outcome)
-        plan.and_copy(ids, ids, count, outcome, chunks, PATIENCE_NS)  # expected to be left alone
+        # expected to be left alone
+        plan.and_copy(ids, ids, count, outcome, None, chunks, PATIENCE_NS)
+        if case.keeps:
+            keeper(ids, ids, count, outcome, state)
+            keeper.and_copy(ids, ids, count, outcome, state, chunks, PATIENCE_NS)
         stream.send(chunks)
         stream.receive(chunks, PATIENCE_NS)
         Identity(experts, masters, slots)(ids, ids)

@@ -148,9 +148,9 @@ class BalanceConfig(Settings):
     )
     slot_memory: Literal["auto", "per_layer", "shared"] = Field(
         default="auto",
-        description="per_layer: each layer has slots of its own, on CPUs copies stay in them and "
-        "later batches are spared them; shared: all layers have the same; auto: per_layer on CPUs "
-        "where that takes at most 6 percent of each rank's memory",
+        description="per_layer: each layer has slots of its own, where copies stay and later "
+        "batches are spared them; shared: all layers have the same; auto: per_layer on CPUs where "
+        "that takes at most 6 percent of each rank's memory",
     )
     domain_size: int = Field(
         default=0,

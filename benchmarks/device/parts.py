@@ -21,7 +21,15 @@ class Part:
     arguments: tuple[str | int, ...] = ()
 
 
-CHECKS_OF_KERNELS = ("count_reroute", "plan", "relays", "rows", "setup", "stream")
+CHECKS_OF_KERNELS = (
+    "count_reroute",
+    "plan",
+    "relays",
+    "residents",
+    "rows",
+    "setup",
+    "stream",
+)
 CHECKS_OF_BALANCERS = ("balancer", "samples", "self_check")
 PARTS = (
     Part("routing", "stages.routing", 180),

@@ -22,12 +22,17 @@ __all__ = [
     "GOLDEN_DENOMINATOR",
     "GOLDEN_NUMERATOR",
     "HEADER_WIDTH",
+    "LATER_BATCHES",
     "LEAST_PARTS",
     "MAX_RELAYS",
     "MIN_FAN_OUT_SAVED",
     "MIN_RELAYED_REPLICAS",
+    "MOST_NEW_COPIES",
     "POLICY",
+    "SOON_BATCHES",
     "SPEED_PARTS",
+    "SPLIT_SWEEPS",
+    "STEP_SWEEPS",
     "TIME",
     "TURN",
     "UNKNOWN",
@@ -126,7 +131,7 @@ HEADER_WIDTH = 8  # words that have no name are reserved and 0
 POLICY = 0  # Policy.code that this rank would have
 UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
-FORGET = 3  # 1: experts of this rank may have changed, so copies of the layer that stayed may not
+FORGET = 3  # how often this rank has said that its experts may have changed; see ``Choice``
 TIME = 4  # what an assignment takes on this rank, in picoseconds; 0: not known
 DOUBT = 6  # 1: this rank has found something wrong since it last said so
 
@@ -136,6 +141,7 @@ class Choice(NamedTuple):
 
     policy: int = 0
     time: int = 0
+    changes: int = 0  # where all ranks' are not what they were, copies that stayed are forgotten
 
 
 # Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
@@ -161,6 +167,11 @@ MIN_FAN_OUT_SAVED = 2  # where nothing is known of what a hop costs
 # What new copies are weighed by, where residents stay in a layer's slots.
 AVERAGE_SHIFT = 3  # of a layer's average load: a batch counts for an eighth
 TURN = 5  # of so many batches of a layer, one tries copies for those to come
+SPLIT_SWEEPS = 16  # of the split, at most; most loads are at the goal after a few
+STEP_SWEEPS = 2  # after each new copy
+MOST_NEW_COPIES = 16  # that are tried in a batch, one after the other
+# batches that a placement is meant for: where this batch wants copies, and in the layer's turn
+SOON_BATCHES, LATER_BATCHES = 4, 8
 
 
 class Prices(NamedTuple):

@@ -105,7 +105,7 @@ def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
 @cases("has_load", [True, False])
 def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None:
     load = torch.arange(experts) * 7 % 5
-    choice = torch.tensor([1, 17_000_000], dtype=torch.int32, device=bench.device)
+    choice = torch.tensor([1, 17_000_000, 3], dtype=torch.int32, device=bench.device)
 
     def row_of(load: torch.Tensor) -> torch.Tensor:
         ids = torch.arange(experts).repeat_interleave(load)

@@ -47,9 +47,10 @@ def figures(work: HostWork) -> tuple[int, int, int, int]:
     return work.launches, work.allocations, work.copies, work.events
 
 
+@pytest.mark.parametrize("slot_memory", ["per_layer", "shared"])
 @pytest.mark.parametrize("kind", MOST)
-def test_a_layer_asks_no_more_of_the_host(kind: str) -> None:
-    first, *others, last = map(figures, count_layers(kind))
+def test_a_layer_asks_no_more_of_the_host(kind: str, slot_memory: str) -> None:
+    first, *others, last = map(figures, count_layers(kind, slot_memory=slot_memory))
     for found in others:
         assert all(map(int.__le__, found, MOST[kind])), found
     allowed = map(int.__add__, MOST[kind], FIRST.get(kind, FIRST_BALANCED))
@@ -216,11 +217,13 @@ def compiled_for(launches: list[Launch]) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_nothing_is_compiled_while_serving(num_micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("num_micro_batches", "slot_memory"), [(1, "shared"), (2, "shared"), (1, "per_layer")]
+)
+def test_nothing_is_compiled_while_serving(num_micro_batches: int, slot_memory: str) -> None:
     shape, numbers = ExpertShape(8, 64, 2, num_micro_batches), range(num_micro_batches)
     with recorded_streams() as streams:
-        balancer = recorded_balancer(FakeRecorder(), shape)
+        balancer = recorded_balancer(FakeRecorder(), shape, slot_memory=slot_memory)
         balancer._fabric.wait_at_least(600)  # as while loading: more than 32 bits
         balancer.warm_up()
         warm = compiled_for(streams.launches)
@@ -243,7 +246,7 @@ def test_nothing_is_compiled_while_serving(num_micro_batches: int) -> None:
     assert not served - warm
 
 
-@pytest.mark.parametrize("kind", ["balanced", "left_alone", "domains"])
+@pytest.mark.parametrize("kind", ["balanced", "left_alone", "domains", "copies stay"])
 def test_a_launch_that_is_made_again_passes_what_triton_passes(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +269,8 @@ def test_a_launch_that_is_made_again_passes_what_triton_passes(
 
     monkeypatch.setattr(launch_module.Launch, "__call__", noting)
     with prepared_launches(launched) as asked:
-        balancer = recorded_balancer(FakeRecorder())
+        slot_memory = "per_layer" if kind == "copies stay" else "shared"
+        balancer = recorded_balancer(FakeRecorder(), slot_memory=slot_memory)
         if kind == "left_alone":
             let_device_say(balancer, Decision.BALANCED)
         if kind == "domains":

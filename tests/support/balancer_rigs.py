@@ -20,6 +20,7 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
+from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import SocketRendezvous
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
@@ -30,7 +31,7 @@ from ultraep_serve.proof.samples import Sampled
 from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
 
-LAYERS, SMALL = 2, 8
+LAYERS, SMALL, CHUNK_BYTES = 2, 8, 4096
 PATIENCE_NS = 3_000_000_000
 CONFIG = BalanceConfig(min_batch_tokens=SMALL, timeout_seconds=60.0, allow_ideal=True)
 SHAPES = ((200, 25), (3,))  # mapped behind masters, packed
@@ -74,11 +75,15 @@ class Setup:
     is_sampled: bool = False  # on the device
     answers: Answers | None = None  # of samples
 
+    def pool(self, driver: Driver, num_slots: int) -> SlotPool:
+        """Slots of a rank; of each layer's own where the configuration says so."""
+        return SlotPool(driver, num_slots, CHUNK_BYTES, self.config.slot_memory == "per_layer")
+
     def of(self, rank: int) -> GroupSetup:
         size = self.domain_size or self.shape.num_ranks
         location = Location(rank, self.shape.num_ranks, size, size)
         return GroupSetup(
-            self.config, self.shape, self.view, location, relay=self.relay, chunk_bytes=4096
+            self.config, self.shape, self.view, location, relay=self.relay, chunk_bytes=CHUNK_BYTES
         )
 
 
@@ -96,7 +101,7 @@ def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None 
     """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     all_gather = HostAllGather(group.on_host, 60.0) if group else None
-    pool = SlotPool(HostMemory(), shape.num_replica_slots, setup.of(rank).chunk_bytes)
+    pool = setup.pool(HostMemory(), shape.num_replica_slots)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     group_setup, recorder = setup.of(rank), FakeRecorder()
@@ -117,7 +122,7 @@ def device_rig(
     """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     driver = HostDriver()
-    pool = SlotPool(driver, shape.num_slots, setup.of(rank).chunk_bytes)
+    pool = setup.pool(driver, shape.num_slots)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, Programs(2, 2))

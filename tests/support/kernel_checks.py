@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import (
     CHECKSUM,
     FLAG_BYTES,
+    FORGET,
     HEADER_WIDTH,
     POLICY,
     TIME,
@@ -165,7 +166,7 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     inboxes[0, ends:].view(torch.int32).view(2, num_ranks, width)[:] = posted.view(num_ranks, width)
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
     load = posted[:num_experts]
-    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 2))
+    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 3))
     epoch, status = new_epoch(device), new_status(device)
 
     row = row_reference(load, unknown, choice, has_load=True)
@@ -186,7 +187,7 @@ def row_reference(
     Args:
         load: (E,) int32.
         unknown: (1,) int32, ids that could not be counted.
-        choice: (2,) int32, ``contract.Choice`` of this rank.
+        choice: (3,) int32, ``contract.Choice`` of this rank.
         has_load: whether the load follows the header; else the header has its checksum.
     """
     whole = (1 << 32) - 1
@@ -196,7 +197,7 @@ def row_reference(
         bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
         checksum ^= bits ^ bits >> 13
     header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
-    header[[POLICY, TIME]] = choice.long()
+    header[[POLICY, TIME, FORGET]] = choice.long()
     header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
     header = header.where(header < 1 << 31, header - (1 << 32)).int()
     return torch.cat([header, load]) if has_load else header

@@ -166,13 +166,16 @@ def recorded_streams() -> Iterator[Streams]:
 
 
 def recorded_balancer(
-    recorder: FakeRecorder, shape: ExpertShape = SHAPE, layers: int = LAYERS
+    recorder: FakeRecorder,
+    shape: ExpertShape = SHAPE,
+    layers: int = LAYERS,
+    slot_memory: str = "shared",
 ) -> DeviceBalancer:
     """Rank 0 of a group; use it inside ``recorded_launches`` only."""
     masters = [[torch.ones((shape.num_masters, 64))] for _ in range(layers)]
     rows = torch.zeros((shape.num_ranks, row_width(shape.num_logical_experts, TokenView.OWN)))
     setup = GroupSetup(
-        bare_config(SMALL, 1.02),
+        bare_config(SMALL, 1.02, slot_memory),
         shape,
         TokenView.OWN,
         Location.on_one_host(0, shape.num_ranks),
@@ -182,7 +185,9 @@ def recorded_balancer(
     return mirrored_balancer(*given)[0]
 
 
-def count_layers(kind: str, batches: int = 4, lag: int = 1, decoded: int = 0) -> list[HostWork]:
+def count_layers(
+    kind: str, batches: int = 4, lag: int = 1, decoded: int = 0, slot_memory: str = "shared"
+) -> list[HostWork]:
     """The work of every layer of the last of ``batches`` alike; ``kind`` is one of ``KINDS``.
 
     The device is so many batches behind, as it may be under an engine that schedules ahead; before
@@ -192,7 +197,7 @@ def count_layers(kind: str, batches: int = 4, lag: int = 1, decoded: int = 0) ->
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     tokens = SMALL - 1 if kind == "decode" else TOKENS
     with recorded_streams() as streams, _lagging(lag):
-        balancer = recorded_balancer(recorder)
+        balancer = recorded_balancer(recorder, slot_memory=slot_memory)
         if kind == "left_alone":
             let_device_say(balancer, Decision.BALANCED)
         elif kind == "off":  # as the device and the host have found the batches before

@@ -81,7 +81,7 @@ class Mirror:
                 yield rank, Handshake(layout, [os.dup(int(item)) for item in shareables])
 
 
-def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:
+def bare_config(min_batch_tokens: int, max_imbalance: float, slot_memory: str = "shared") -> Any:
     """What DeviceBalancer reads of BalanceConfig, which needs pydantic."""
     return SimpleNamespace(
         policy=Policy.QUOTA,
@@ -89,6 +89,7 @@ def bare_config(min_batch_tokens: int, max_imbalance: float) -> Any:
         max_imbalance=max_imbalance,
         allow_ideal=False,
         speeds="equal",
+        slot_memory=slot_memory,
     )
 
 

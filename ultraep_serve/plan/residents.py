@@ -25,6 +25,7 @@ class Residents:
         self._layer = layer
         self.slot_expert = np.empty((shape.num_ranks, shape.num_slots), np.int32)  # -1 none
         self._average = np.empty(shape.num_logical_experts, np.int64)
+        self._changes = 0  # of experts, by what all ranks said last
         self.forget()
 
     def forget(self) -> None:
@@ -32,6 +33,12 @@ class Residents:
         self.slot_expert.fill(-1)
         self._average.fill(0)
         self._batches = 0
+
+    def heed(self, changes: int) -> None:
+        """Forget where ``changes`` of experts, added up over ranks, are not what they were."""
+        if changes != self._changes:
+            self._changes = changes
+            self.forget()
 
     def plan(
         self,

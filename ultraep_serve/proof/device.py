@@ -183,12 +183,15 @@ class DeviceSamples(Samples, LayerSamples):
             ids = topk_ids.reshape(-1), physical.reshape(-1)
             checked.wrong_ids = self._checks.ids_are_wrong(*ids, found)
 
-    def computed(self, micro_batch: int = 0) -> None:
-        """Check the layer that was launched; ranks exchange what they have found, maybe later."""
-        self._look()
+    def computed(self, micro_batch: int = 0) -> bool:
+        """Check the layer that was launched; ranks exchange what they have found, maybe later.
+
+        Whether one of them is now known to have found a mistake.
+        """
+        failed = self._look()
         checked = self._routed.pop(micro_batch, None)
         if checked is None:
-            return
+            return failed
         layer, found = checked.sample.layer, checked.found
         tensors = [parameter.data for parameter in self._sampled.parameters[layer]]
         with self._timed(checked):
@@ -200,6 +203,7 @@ class DeviceSamples(Samples, LayerSamples):
             self._untold[micro_batch] = checked
         else:
             self._tell(checked)
+        return failed
 
     def _tell(self, checked: _Checked) -> None:
         """Exchange what was found, and send everybody's verdicts to the host."""
@@ -241,13 +245,18 @@ class DeviceSamples(Samples, LayerSamples):
         marks[1].record()
         checked.marks.append(marks)
 
-    def _look(self) -> None:
-        """Read the verdicts that have arrived."""
+    def _look(self) -> bool:
+        """Read the verdicts that have arrived; whether a rank found something."""
+        failed = False
         while self._sent and self._sent[0].marks[-1][1].query():
-            self._read(self._sent.popleft())
+            failed |= self._read(self._sent.popleft())
+        return failed
 
-    def _read(self, checked: _Checked) -> None:
-        """Count what was checked, and have rank 0 switch off where a rank found something."""
+    def _read(self, checked: _Checked) -> bool:
+        """Count what was checked, and have rank 0 switch off where a rank found something.
+
+        Whether one did.
+        """
         verdicts, sample = checked.page, checked.sample
         assert verdicts is not None, "what has no page is not sent"
         spent = round(sum(begin.elapsed_time(end) for begin, end in checked.marks) * 1e6)
@@ -263,9 +272,11 @@ class DeviceSamples(Samples, LayerSamples):
             if own[check]:
                 self._raise(check, sample.layer, verdicts=verdicts.tolist())
         self.is_in_doubt = False  # all ranks have this verdict
-        if self._policies is not None and verdicts[:, :_PLANNED].any():
+        failed = bool(verdicts[:, :_PLANNED].any())
+        if self._policies is not None and failed:
             try:
                 self._policies.switch_off_in_doubt()
             except ControlError as error:
                 logger.error("ultraep: a sample failed, and the policy cannot be set: %s", error)
         self._pages.append(verdicts)
+        return failed

@@ -10,12 +10,12 @@ weight and then the lowest index that has it, because a warp reduces an int32 in
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._plan_times import capacities, time_of
+from ultraep_kernels.device._plan_times import busiest, capacities, time_of
 from ultraep_kernels.device.reroute import every_32nd
 
-__all__ = ["attempt", "count_replicas", "relax"]
+__all__ = ["NOBODY", "at", "attempt", "count_replicas", "relax"]
 
-_NOBODY = tl.constexpr(1 << 30)  # larger than any rank or expert
+NOBODY = tl.constexpr(1 << 30)  # larger than any rank or expert
 _FITS = tl.constexpr((1 << 31) - 1)  # less any room, larger than any weighed one
 
 
@@ -31,17 +31,17 @@ def _weigh(size, seed, step, index):
 
 
 @triton.jit
-def _at(values, indices, index):
+def at(values, indices, index):
     """``values[index]`` as a scalar, 0 where there is no such index."""
     return tl.sum(tl.where(indices == index, values, 0), axis=0)
 
 
 @triton.jit
 def _pick_donor(room, ranks, seed, step):
-    """The rank furthest above its capacity, _NOBODY if none is above."""
+    """The rank furthest above its capacity, NOBODY if none is above."""
     over = _weigh(tl.maximum(-room, 0), seed, step, ranks)
     most = tl.max(over, axis=0)
-    return tl.min(tl.where((over == most) & (over > 0), ranks, _NOBODY), axis=0)
+    return tl.min(tl.where((over == most) & (over > 0), ranks, NOBODY), axis=0)
 
 
 @triton.jit
@@ -68,14 +68,14 @@ def attempt(
     step = seed * 0
     room = capacities(threshold, speeds) - rank_load
     donor = _pick_donor(room, ranks, seed, step)
-    while donor < _NOBODY:
-        excess = -_at(room, ranks, donor)
+    while donor < NOBODY:
+        excess = -at(room, ranks, donor)
         step += 1
         first = donor * SIZES.num_masters
         own = tl.load(left_ptr + first + masters, mask=is_master, other=0)
         weighed = tl.where(is_master, _weigh(own, seed, step, first + masters), -1)
         largest = tl.max(weighed, axis=0)
-        chosen = tl.min(tl.where(weighed == largest, masters, _NOBODY), axis=0)
+        chosen = tl.min(tl.where(weighed == largest, masters, NOBODY), axis=0)
 
         holds = tl.max((held == first + chosen).to(tl.int32), axis=0) > 0
         is_open = (room > 0) & (filled < SIZES.num_slots) & (holds == 0)
@@ -84,15 +84,15 @@ def attempt(
         score = tl.where(is_open, score, 0)
         best = tl.max(score, axis=0)
         found = best > 0
-        target = tl.min(tl.where((score == best) & found, ranks, _NOBODY), axis=0)
+        target = tl.min(tl.where((score == best) & found, ranks, NOBODY), axis=0)
 
         is_target = ranks == target
-        slot = _at(filled, ranks, target)
-        amount = _at(room, ranks, target)
+        slot = at(filled, ranks, target)
+        amount = at(room, ranks, target)
         fills = is_generous & (slot == SIZES.num_slots - 1)
-        fills = fills & (_at(filled, ranks, donor) < SIZES.num_slots)
+        fills = fills & (at(filled, ranks, donor) < SIZES.num_slots)
         amount = tl.where(fills, amount, tl.minimum(amount, excess))
-        amount = tl.minimum(amount, _at(own, masters, chosen))
+        amount = tl.minimum(amount, at(own, masters, chosen))
         held = tl.where((slots == slot)[:, None] & is_target[None, :], first + chosen, held)
         tl.store(left_ptr + first + masters, own - amount, mask=masters == chosen)
         filled += is_target.to(tl.int32)
@@ -101,7 +101,7 @@ def attempt(
             tl.store(placed_ptr + (slot * SIZES.domain_size + target) * 2 + 1, amount)
         else:  # the donor keeps what it has
             rank_load = capacities(threshold, speeds) - room
-            load, speed = _at(rank_load, ranks, donor), _at(speeds, ranks, donor)
+            load, speed = at(rank_load, ranks, donor), at(speeds, ranks, donor)
             threshold = time_of(load, speed).to(tl.int32)
             room = capacities(threshold, speeds) - rank_load
         donor = _pick_donor(room, ranks, seed, step)
@@ -115,28 +115,33 @@ def relax(
     left_ptr,
     placed_ptr,  # (S, R, 2) int32, in and out: expert in each slot, what it computes
     num_ranks,
-    SIZES: tl.constexpr,
+    goal,  # a time, at which they end as well
+    SWEEPS: tl.constexpr,  # at most
+    NUM_SLOTS: tl.constexpr,
+    ROOM: tl.constexpr,  # ranks that ``placed_ptr`` has room for
+    NUM_MASTERS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
 ):
     """rank_load after each copy's rank was levelled with its master's in turn, in several sweeps.
 
     They end after one that moved nothing.
     """
-    ranks = every_32nd(SIZES.block_ranks)
+    ranks = every_32nd(BLOCK_RANKS)
     moved = num_ranks
     sweep = num_ranks * 0
-    while (sweep < SIZES.search.sweeps) & (moved > 0):
+    while (sweep < SWEEPS) & (moved > 0) & (busiest(rank_load, speeds) > goal):
         sweep += 1
         moved = num_ranks * 0
-        for place in range(0, num_ranks * SIZES.num_slots):
-            rank, slot = place // SIZES.num_slots, place % SIZES.num_slots
-            here_ptr = placed_ptr + (slot * SIZES.domain_size + rank) * 2
+        for place in range(0, num_ranks * NUM_SLOTS):
+            rank, slot = place // NUM_SLOTS, place % NUM_SLOTS
+            here_ptr = placed_ptr + (slot * ROOM + rank) * 2
             expert = tl.load(here_ptr)
             if expert >= 0:
                 own, quota = tl.load(left_ptr + expert), tl.load(here_ptr + 1)
-                master = expert // SIZES.num_masters
-                load, speed = _at(rank_load, ranks, master), _at(speeds, ranks, master)
-                together = load + _at(rank_load, ranks, rank)
-                both = (speed + _at(speeds, ranks, rank)).to(tl.uint32)
+                master = expert // NUM_MASTERS
+                load, speed = at(rank_load, ranks, master), at(speeds, ranks, master)
+                together = load + at(rank_load, ranks, rank)
+                both = (speed + at(speeds, ranks, rank)).to(tl.uint32)
                 # the master's part of both loads, rounded down
                 part = together.to(tl.uint32) % both * speed.to(tl.uint32)
                 level = together.to(tl.uint32) // both * speed.to(tl.uint32) + part // both

@@ -21,7 +21,15 @@ from ultraep_kernels.device._signals import peek, put
 from ultraep_kernels.device.reroute import every_32nd
 from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
 
-__all__ = ["NO_KEY", "is_reached", "survey", "take_winners"]
+__all__ = [
+    "NO_KEY",
+    "is_reached",
+    "rank_loads",
+    "saved_time",
+    "survey",
+    "take_best",
+    "take_winners",
+]
 
 NO_KEY = tl.constexpr((1 << 63) - 1)
 _QUOTA, _IDEAL = tl.constexpr(Policy.QUOTA.code), tl.constexpr(Policy.IDEAL.code)
@@ -33,7 +41,7 @@ _UNKNOWN = tl.constexpr(UNKNOWN)
 
 
 @triton.jit
-def _rank_loads(expert_load_ptr, SIZES: tl.constexpr):
+def rank_loads(expert_load_ptr, SIZES: tl.constexpr):
     """(R,) assignments per rank when every expert is computed by its master."""
     ranks = tl.arange(0, SIZES.block_all_ranks)
     rank_load = tl.full((SIZES.block_all_ranks,), 0, tl.int32)
@@ -105,7 +113,7 @@ def _total_of(key):
 
 
 @triton.jit
-def _saved(before, after, link, received, gate, NUM_MASTERS: tl.constexpr):
+def saved_time(before, after, link, received, gate, NUM_MASTERS: tl.constexpr):
     """Picoseconds that a plan saves; as ``saved_picoseconds`` on the host."""
     zero = before.to(tl.int64) * 0
     read = (NUM_MASTERS + zero) * gate.per_read
@@ -132,7 +140,7 @@ def survey(
     expert_load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
-    rank_load = _rank_loads(found.expert_load, SIZES)
+    rank_load = rank_loads(found.expert_load, SIZES)
     speeds = speeds_of(given, SIZES.measures_speeds, NUM_RANKS, SIZES.block_all_ranks)
     tl.store(attempts.ranks + ranks * 2, rank_load, mask=exists)
     tl.store(attempts.ranks + ranks * 2 + 1, speeds, mask=exists)
@@ -149,8 +157,9 @@ def survey(
     decision = before * 0 + PLANNED
     if gate is not None:
         one = before * 0 + 1
-        hoped = _saved(before, least, one, one, gate, SIZES.num_masters)
-        decision = tl.where((hoped > 0) & (LIMIT > 0), decision, UNPROFITABLE)
+        hoped = saved_time(before, least, one, one, gate, SIZES.num_masters)
+        if not SIZES.keeps:  # else what is there already may do
+            decision = tl.where((hoped > 0) & (LIMIT > 0), decision, UNPROFITABLE)
         together = tl.sum(tl.where(exists, speeds, 0), axis=0).to(tl.int64)
         total = tl.sum(rank_load, axis=0).to(tl.int64)
         whole = tl.maximum(total * _FULL, 1)  # what the busiest rank's time is compared with
@@ -178,13 +187,11 @@ def survey(
 
 
 @triton.jit
-def take_winners(
-    gate,  # GateValues, or None
-    attempts,  # the winners are written
-    found,  # the decision is UNPROFITABLE where what was found does not pay
-    SIZES: tl.constexpr,
-):
-    """After the search: the best attempt of every domain, where all of them together pay."""
+def take_best(attempts, SIZES: tl.constexpr):
+    """The best attempt of every domain: the winners are written.
+
+    Returns times before and after, copies sent and received by one rank at most, int32.
+    """
     NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty  # without the identity's
     goal = tl.load(attempts.goal)
     after = goal.to(tl.int32) * 0
@@ -202,7 +209,19 @@ def take_winners(
         else:
             after = tl.maximum(after, worst)
         tl.store(attempts.winners + domain, winner)
+    return before, after, sent, received
+
+
+@triton.jit
+def take_winners(
+    gate,  # GateValues, or None
+    attempts,  # the winners are written
+    found,  # the decision is UNPROFITABLE where what was found does not pay
+    SIZES: tl.constexpr,
+):
+    """After the search: the best attempt of every domain, where all of them together pay."""
+    before, after, sent, received = take_best(attempts, SIZES)
     if gate is not None:
         link = tl.maximum(sent, received)
-        saved = _saved(before, after, link, received, gate, SIZES.num_masters)
+        saved = saved_time(before, after, link, received, gate, SIZES.num_masters)
         put(found.decision, tl.where(saved > 0, PLANNED, UNPROFITABLE))  # others may look

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.device._decisions import PLANNED
+from ultraep_kernels.device._plan_residents import RESIDENTS
 from ultraep_kernels.device.outcome import SENT, store_outcome
 from ultraep_kernels.device.relays import assign_senders
 from ultraep_kernels.device.reroute import every_32nd, store_places
@@ -22,7 +23,7 @@ def finish(
     program,  # 0, or of those that write experts
     decision,
     given,
-    attempts,
+    made,  # Attempts; Kept and the layer's state where copies stay, else None
     found,
     sender,
     outcome_ptr,
@@ -31,26 +32,27 @@ def finish(
 ):
     """A program writes slots, or what there is of its experts."""
     if program == 0:
-        _finish_slots(decision, given, attempts, found, sender, outcome_ptr, SIZES, RELAYS)
+        _finish_slots(decision, given, made, found, sender, outcome_ptr, SIZES, RELAYS)
     else:
         if (decision == PLANNED) | SIZES.writes_identity:
             NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
             for expert in range(program - 1, NUM_EXPERTS, SIZES.num_finished - 1):
-                _finish_expert(expert, decision, given, attempts, found, sender.source, SIZES)
+                _finish_expert(expert, decision, given, made, found, sender.source, SIZES)
 
 
 @triton.jit
 def _finish_slots(
     decision,
     given,
-    attempts,
+    made,
     found,
     sender,
     outcome_ptr,
     SIZES: tl.constexpr,
     RELAYS: tl.constexpr,
 ):
-    """What every slot holds, who sends it, and what the host learns."""
+    """What every slot computes, what is copied into it and by whom, and what the host learns."""
+    attempts, kept, state_ptr = made
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     places = tl.arange(0, RELAYS.block)
@@ -59,19 +61,32 @@ def _finish_slots(
     holder = places // of_rank
     slot = places % of_rank - SIZES.first_slot
     domain = holder // DOMAIN_SIZE
-    winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
-    winner = tl.where(decision == PLANNED, winner, -1)
-    planned = (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
-    offsets = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
-    offsets = (offsets.to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
-    offsets += holder - domain * DOMAIN_SIZE
-    held = tl.load(attempts.placed + offsets * 2, mask=planned, other=-1)
-    amount = tl.load(attempts.placed + offsets * 2 + 1, mask=planned & (held >= 0), other=0)
+    if kept is None:
+        winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
+        winner = tl.where(decision == PLANNED, winner, -1)
+        planned = (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
+        offsets = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
+        offsets = (offsets.to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
+        offsets += holder - domain * DOMAIN_SIZE
+        held = tl.load(attempts.placed + offsets * 2, mask=planned, other=-1)
+        amount = tl.load(attempts.placed + offsets * 2 + 1, mask=planned & (held >= 0), other=0)
+        copied = held
+    else:
+        planned = places < tl.where(decision == PLANNED, SIZES.num_ranks * SIZES.num_slots, 0)
+        offsets = slot * SIZES.num_ranks + holder
+        held = tl.load(kept.placed + offsets * 2, mask=planned, other=-1)
+        amount = tl.load(kept.placed + offsets * 2 + 1, mask=planned, other=0)
+        before = tl.load(state_ptr + RESIDENTS + offsets, mask=planned, other=-1)
+        copied = tl.where(held != before.to(tl.int32), held, -1)
+        tl.store(state_ptr + RESIDENTS + offsets, held.to(tl.int64), mask=planned)
+        tl.store(found.copied + places, copied, mask=exists)
+        held = tl.where(amount > 0, held, -1)
     tl.store(found.slot_expert + places, held, mask=exists)
     if outcome_ptr is not None:
         own = given.loads.table + sender.source.to(tl.int64) * given.loads.stride
         known = given, attempts, found
-        store_outcome(decision, known, own, held, amount, outcome_ptr, SIZES, RELAYS.block)
+        slots = held, amount, copied
+        store_outcome(decision, known, own, slots, outcome_ptr, SIZES, RELAYS.block)
     sent = 0
     HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if sender.epoch is not None else False
     if HAS_SENDS:
@@ -80,7 +95,7 @@ def _finish_slots(
         tl.store(sends.epoch, tl.load(sender.epoch))
         if decision == PLANNED:
             tl.debug_barrier()  # slots are read as others of the program wrote them
-            sent = assign_senders(found.slot_expert, sends, sender.rank, sender.min_saved, RELAYS)
+            sent = assign_senders(found.copied, sends, sender.rank, sender.min_saved, RELAYS)
         else:
             tl.store(sends.tasks, 0)
             tl.store(sends.tasks + SIZES.num_ranks * SIZES.all_slots + 1, 0)
@@ -89,8 +104,9 @@ def _finish_slots(
 
 
 @triton.jit
-def _finish_expert(expert, decision, given, attempts, found, source, SIZES: tl.constexpr):
+def _finish_expert(expert, decision, given, made, found, source, SIZES: tl.constexpr):
     """Quota, share and places of an expert."""
+    attempts, kept, _ = made
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_MASTERS: tl.constexpr = SIZES.num_masters
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
@@ -98,18 +114,23 @@ def _finish_expert(expert, decision, given, attempts, found, source, SIZES: tl.c
     exists = ranks < NUM_RANKS
     owner = expert // NUM_MASTERS
     domain = owner // DOMAIN_SIZE
-    winner = tl.where(decision == PLANNED, tl.load(attempts.winners + domain), -1)
-    local = tl.where(winner >= 0, ranks - domain * DOMAIN_SIZE, -1)
-    inside = exists & (local >= 0) & (local < DOMAIN_SIZE)
-    start = (domain * (SIZES.search.limit + SIZES.search.thrifty) + winner).to(tl.int64)
-    pair_ptr = attempts.placed + (start * (SIZES.num_slots * DOMAIN_SIZE) + local) * 2
+    STEP: tl.constexpr = DOMAIN_SIZE if kept is None else NUM_RANKS
+    if kept is None:
+        winner = tl.where(decision == PLANNED, tl.load(attempts.winners + domain), -1)
+        local = tl.where(winner >= 0, ranks - domain * DOMAIN_SIZE, -1)
+        inside = exists & (local >= 0) & (local < DOMAIN_SIZE)
+        start = (domain * (SIZES.search.limit + SIZES.search.thrifty) + winner).to(tl.int64)
+        pair_ptr = attempts.placed + (start * (SIZES.num_slots * DOMAIN_SIZE) + local) * 2
+    else:
+        inside = ranks < tl.where(decision == PLANNED, NUM_RANKS, 0)
+        pair_ptr = kept.placed + ranks * 2
     first = ranks * (NUM_MASTERS + SIZES.all_slots)  # physical experts of each rank
     physical = tl.where(ranks == owner, first + expert % NUM_MASTERS, -1)
     quota = ranks * 0
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     for slot in tl.static_range(NUM_SLOTS):
-        held = tl.load(pair_ptr + slot * (DOMAIN_SIZE * 2), mask=inside, other=-1)
-        amount = tl.load(pair_ptr + slot * (DOMAIN_SIZE * 2) + 1, mask=inside, other=0)
+        held = tl.load(pair_ptr + slot * (STEP * 2), mask=inside, other=-1)
+        amount = tl.load(pair_ptr + slot * (STEP * 2) + 1, mask=inside, other=0)
         quota += tl.where(held == expert, amount, 0)
         here = first + (NUM_MASTERS + SIZES.first_slot + slot)
         physical = tl.where(held == expert, here, physical)

@@ -20,7 +20,7 @@ from ultraep_kernels.device.stream import Transfers, follow_program
 
 __all__ = ["COUNTERS", "plan_kernel"]
 
-COUNTERS = 8  # int32: turns, then arrivals; 1 to 5 are the search's
+COUNTERS = 16  # int32: turns, then arrivals; 1 to 5, 8 and 9 are the search's
 _COUNTERS = tl.constexpr(COUNTERS)
 _WRITTEN, _DONE = tl.constexpr(6), tl.constexpr(7)
 
@@ -36,8 +36,8 @@ class _Sender(NamedTuple):
 
 @triton.jit(
     do_not_specialize=["num_ids", "patience_ns", "source", "rank", "min_saved"],
-    # those of any batch; a line of a page
-    do_not_specialize_on_alignment=["ids_ptr", "before_ptr", "out_ptr", "outcome_ptr"],
+    # those of any batch; a line of a page; a layer's state
+    do_not_specialize_on_alignment=["ids_ptr", "before_ptr", "out_ptr", "outcome_ptr", "state_ptr"],
 )
 def plan_kernel(
     ids_ptr,  # (N,) int32 or int64
@@ -45,11 +45,13 @@ def plan_kernel(
     out_ptr,  # (N,) of the type of the ids, out
     num_ids,
     outcome_ptr,  # (outcome_width,) int32, out; or None
+    state_ptr,  # (W,) int64 of the layer, where copies stay; or None
     chunks_ptr,  # of the layer, where experts are sent and awaited as well; or None
     patience_ns: tl.int64,  # of these waits
     given,  # Given
     attempts,  # Attempts, out
     found,  # DevicePlan, out
+    kept,  # Kept, where copies stay; or None
     reach,  # Reach, or None
     source,
     rank,  # that sends
@@ -63,16 +65,18 @@ def plan_kernel(
     turns_ptr = attempts.turns
     turn = take_turn(turns_ptr)
     num_attempts: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
-    num_searched: tl.constexpr = SIZES.num_sums + SIZES.num_domains * num_attempts
+    KEEPERS: tl.constexpr = 0 if kept is None else 1
+    num_searched: tl.constexpr = SIZES.num_sums + KEEPERS + SIZES.num_domains * num_attempts
     if turn < num_searched:
-        search(turn, given, attempts, found, SIZES)
+        search(turn, given, attempts, found, kept, state_ptr, SIZES)
     else:
         decision = await_decision(found.decision, turns_ptr, SIZES.search.limit > 0)
         is_planned = decision == PLANNED
         program = turn - num_searched
         sender = _Sender(source, rank, min_saved, epoch_ptr)
         if program < SIZES.num_finished:
-            finish(program, decision, given, attempts, found, sender, outcome_ptr, SIZES, RELAYS)
+            made = attempts, kept, state_ptr
+            finish(program, decision, given, made, found, sender, outcome_ptr, SIZES, RELAYS)
             if is_planned:
                 arrive(turns_ptr + _WRITTEN)
         else:
@@ -86,7 +90,7 @@ def plan_kernel(
             elif chunks_ptr is not None:
                 epoch = tl.load(epoch_ptr)
                 transfers = Transfers(
-                    found.sends, found.slot_expert, reach, rank, chunks_ptr, epoch, patience_ns
+                    found.sends, found.copied, reach, rank, chunks_ptr, epoch, patience_ns
                 )
                 follow_program(program - num_blocks, is_planned, transfers, STREAMS)
     if arrive(turns_ptr + _DONE) == tl.num_programs(0) - 1:

@@ -3,7 +3,8 @@
 Programs that add up loads come first; the last of them to arrive surveys (``_plan_decide``), and a
 layer that can be left alone is. Then one program makes each attempt: those of the first wave and
 the thrifty ones, then those of the second, which return at once where the first reached the goal.
-The last of the wave that is enough takes the winners, and what was decided stands. An attempt
+The last of the wave that is enough takes the winners, and what was decided stands. Where copies
+stay (``_plan_residents``) a program decides before whether any of this is wanted. An attempt
 leaves a key that sorts attempts by what the planner minimises: the busiest rank's time (not below
 the goal), the replicas sent by one rank, the replicas.
 """
@@ -14,6 +15,15 @@ import triton.language as tl
 from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
 from ultraep_kernels.device._plan_decide import NO_KEY, is_reached, survey, take_winners
+from ultraep_kernels.device._plan_residents import (
+    compare_fresh,
+    decide,
+    forget_what_changed,
+    grow,
+    speeds_in,
+    split_again,
+    split_residents,
+)
 from ultraep_kernels.device._plan_times import FULL, busiest
 from ultraep_kernels.device._signals import peek
 from ultraep_kernels.device._turns import arrive, await_arrivals
@@ -24,6 +34,7 @@ __all__ = ["await_decision", "search"]
 # arrivals, each a counter of the launch
 _SUMMED, _SURVEYED, _FIRST_WAVE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _ATTEMPTED, _DECIDED = tl.constexpr(4), tl.constexpr(5)
+_SPLIT, _GROWN = tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
@@ -93,7 +104,19 @@ def _attempt(
         if (time > goal) & (number < LIMIT):
             tl.store(pair_ptr, held, mask=exists)
             tl.debug_barrier()
-            rank_load = relax(speeds, rank_load, left_ptr, placed_ptr, num_ranks, SIZES)
+            rank_load = relax(
+                speeds,
+                rank_load,
+                left_ptr,
+                placed_ptr,
+                num_ranks,
+                goal * 0,  # as far as it gets
+                SIZES.search.sweeps,
+                SIZES.num_slots,
+                SIZES.domain_size,
+                NUM_MASTERS,
+                SIZES.block_ranks,
+            )
             time = busiest(rank_load, speeds)
             held = tl.where(tl.load(pair_ptr + 1, mask=exists, other=0) == 0, -1, held)
         sent, total = count_replicas(held, SIZES)
@@ -108,27 +131,76 @@ def _attempt(
 
 
 @triton.jit
+def _keep(given, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
+    """The program that splits the load over what is in slots, and looks for copies beside it."""
+    turns_ptr = attempts.turns
+    if given.rows is not None:
+        forget_what_changed(given.rows, state_ptr, SIZES)
+    if tl.load(found.decision) == PLANNED:
+        rank_load, is_wanted, is_turn = split_residents(attempts, found, kept, state_ptr, SIZES)
+        tl.store(kept.wanted, is_wanted.to(tl.int32))
+        arrive(turns_ptr + _SPLIT)
+        if is_wanted | is_turn:
+            grow(rank_load, attempts, found, kept, state_ptr, SIZES)
+        if is_wanted:
+            arrive(turns_ptr + _GROWN)
+        else:
+            if is_turn:
+                rank_load = split_again(attempts, found, kept, SIZES)
+            decide(
+                busiest(rank_load, speeds_in(attempts, SIZES)),
+                given.gate,
+                attempts,
+                found,
+                kept,
+                state_ptr,
+                SIZES,
+            )
+            arrive(turns_ptr + _DECIDED)
+
+
+@triton.jit
+def _is_wanted(decision_ptr, kept, turns_ptr):
+    """Whether attempts are made."""
+    wanted = peek(decision_ptr) == PLANNED  # who takes the winners may write it
+    if kept is not None and wanted:
+        await_arrivals(turns_ptr + _SPLIT, 1)
+        wanted = tl.load(kept.wanted) != 0
+    return wanted
+
+
+@triton.jit
 def search(
-    turn,  # of this program, below ``num_sums`` and the number of attempts of all domains
+    turn,  # of this program, below ``num_searched``
     given,
     attempts,
     found,
+    kept,
+    state_ptr,
     SIZES: tl.constexpr,
 ):
-    """A program adds up loads, or makes an attempt; and what comes next, where it is the last."""
+    """A program adds up loads, or makes an attempt; and what comes next, where it is the last.
+
+    Where copies stay one looks after them, and attempts are made where that wants new ones.
+    """
+    KEEPERS: tl.constexpr = 0 if kept is None else 1
     turns_ptr = attempts.turns
     if turn < SIZES.num_sums:
         _add_up(given.loads, found.expert_load, turn, SIZES)
         if arrive(turns_ptr + _SUMMED) == SIZES.num_sums - 1:
             survey(given, attempts, found, SIZES)
             arrive(turns_ptr + _SURVEYED)
+    elif turn < SIZES.num_sums + KEEPERS:
+        await_arrivals(turns_ptr + _SURVEYED, 1)
+        if kept is not None:
+            _keep(given, attempts, found, kept, state_ptr, SIZES)
     elif SIZES.search.limit > 0:
         FIRST: tl.constexpr = SIZES.search.first
         LIMIT: tl.constexpr = SIZES.search.limit
         THRIFTY: tl.constexpr = SIZES.search.thrifty
         await_arrivals(turns_ptr + _SURVEYED, 1)
         first_wave: tl.constexpr = SIZES.num_domains * (FIRST + THRIFTY)
-        index = turn - SIZES.num_sums
+        index = turn - SIZES.num_sums - KEEPERS
         is_second = index >= first_wave
         # thrifty attempts are made with the first wave, and numbered after the second
         early = index % (FIRST + THRIFTY)
@@ -137,7 +209,7 @@ def search(
         domain = tl.where(
             is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
         )
-        if peek(found.decision) == PLANNED:  # who takes the winners may write it
+        if _is_wanted(found.decision, kept, turns_ptr):
             if is_second:
                 await_arrivals(turns_ptr + _FIRST_WAVE, first_wave)
             number = tl.where(is_second, late, early)
@@ -148,7 +220,12 @@ def search(
             if arrive(turns_ptr + counter) == size - 1:
                 is_enough = is_reached(attempts, SIZES) != is_second
                 if is_enough:
-                    take_winners(given.gate, attempts, found, SIZES)
+                    if kept is None:
+                        take_winners(given.gate, attempts, found, SIZES)
+                    else:
+                        await_arrivals(turns_ptr + _GROWN, 1)
+                        time = compare_fresh(attempts, found, kept, state_ptr, SIZES)
+                        decide(time, given.gate, attempts, found, kept, state_ptr, SIZES)
                     arrive(turns_ptr + _DECIDED)
 
 

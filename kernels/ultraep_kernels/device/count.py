@@ -27,7 +27,7 @@ _BLOCK_ROWS = 128  # blocks per step of the running sum
 class RowWanted(NamedTuple):
     """What a layer's row is made with, and exchanged through."""
 
-    choice: torch.Tensor | None  # (2,) int32, ``contract.Choice`` of this rank
+    choice: torch.Tensor | None  # (3,) int32, ``contract.Choice`` of this rank
     inboxes: Inboxes | None = None  # None: the row is not exchanged
     rows: torch.Tensor | None = None  # (R, W) int32, out: all ranks'
 

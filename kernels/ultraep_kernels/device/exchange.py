@@ -17,7 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import CHECKSUM, FLAG_BYTES, HEADER_WIDTH, POLICY, TIME, UNKNOWN
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    FLAG_BYTES,
+    FORGET,
+    HEADER_WIDTH,
+    POLICY,
+    TIME,
+    UNKNOWN,
+)
 from ultraep_kernels.device._signals import peek, post, wait
 from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
@@ -37,7 +45,7 @@ _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
 _HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
 _POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
 _CHECKSUM = tl.constexpr(CHECKSUM)
-_TIME = tl.constexpr(TIME)
+_TIME, _FORGET = tl.constexpr(TIME), tl.constexpr(FORGET)
 
 
 class Inboxes(NamedTuple):
@@ -140,7 +148,7 @@ def row_sizes(num_ranks: int, width: int) -> RowSizes:
 @triton.jit
 def fill_row(
     total_ptr,  # (E + 1,) int32: load, then how many ids could not be counted
-    choice_ptr,  # (2,) int32: policy, time
+    choice_ptr,  # (3,) int32, as ``contract.Choice``
     row_ptr,  # (W,) int32, out
     NUM_EXPERTS: tl.constexpr,
     HAS_LOAD: tl.constexpr,
@@ -163,4 +171,5 @@ def fill_row(
     header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + NUM_EXPERTS), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
     header = tl.where(columns == _TIME, tl.load(choice_ptr + 1), header)
+    header = tl.where(columns == _FORGET, tl.load(choice_ptr + 2), header)
     tl.store(row_ptr + columns, header)

@@ -22,14 +22,14 @@ def store_outcome(
     decision,
     known,  # Given, Attempts and DevicePlan
     own_ptr,  # (E,) integers, assignments of the rank whose tokens were planned
-    held,  # (BLOCK,) int32: logical expert in each slot of each rank
-    amount,  # (BLOCK,) int32: what it computes
-    out_ptr,  # (3 + R + 2 * E + 2 * R * S,) int32
+    slots,  # three (BLOCK,) int32: experts that each slot computes, how much, what is copied there
+    out_ptr,  # (3 + R + 2 * E + 3 * R * S,) int32
     SIZES: tl.constexpr,  # PlanSizes
     BLOCK: tl.constexpr,
 ):
-    """All but ``SENT``, by one program; ``held`` lies rank by rank."""
+    """All but ``SENT``, by one program; ``slots`` lie rank by rank."""
     given, attempts, found = known
+    held, amount, copied = slots
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     index = tl.arange(0, BLOCK)
@@ -51,11 +51,12 @@ def store_outcome(
     count: tl.constexpr = NUM_RANKS * SIZES.all_slots
     tl.store(places_ptr + index, held, mask=index < count)
     tl.store(places_ptr + count + index, amount, mask=index < count)
+    tl.store(places_ptr + 2 * count + index, copied, mask=index < count)
 
 
 def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
     """int32 in a packed outcome."""
-    return _HEAD + num_ranks + 2 * num_experts + 2 * num_ranks * num_slots
+    return _HEAD + num_ranks + 2 * num_experts + 3 * num_ranks * num_slots
 
 
 def unpack_outcome(
@@ -64,7 +65,7 @@ def unpack_outcome(
     """What ``store_outcome`` packed of N layers, (N, W), in the memory of ``values``."""
     loads = _HEAD + num_ranks
     own, places = loads + num_experts, loads + 2 * num_experts
-    slots = values[:, places:].reshape(len(values), 2, num_ranks, num_slots)
+    slots = values[:, places:].reshape(len(values), 3, num_ranks, num_slots)
     return Outcome(
         decision=values[:, 0],
         policy=values[:, 1],
@@ -72,7 +73,7 @@ def unpack_outcome(
         expert_load=values[:, loads:own],
         own_load=values[:, own:places],
         slot_expert=slots[:, 0],
-        is_copied=slots[:, 0] >= 0,
+        is_copied=slots[:, 2] >= 0,
         slot_load=slots[:, 1],
         speed=values[:, _HEAD:loads],
     )

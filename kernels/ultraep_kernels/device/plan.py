@@ -3,7 +3,7 @@
 One launch (``_plan_kernel``): the search, which ends early where a layer is left alone, what writes
 the plan out, with all that stages after it need, and a look-up of ids. It may send and await
 experts as well: a layer in which nothing is expected to be copied then takes no launch more. Twin:
-``host.plan.plan``.
+``host.plan``.
 """
 
 from typing import Any, NamedTuple
@@ -11,25 +11,37 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ultraep_kernels.contract import MIN_FAN_OUT_SAVED, Search, search_of
+from ultraep_kernels.contract import MIN_FAN_OUT_SAVED, Prices, Search, search_of
 from ultraep_kernels.device._plan_kernel import COUNTERS, plan_kernel
+from ultraep_kernels.device._plan_residents import new_kept, new_states
 from ultraep_kernels.device.count import Count
 from ultraep_kernels.device.launch import Launch
 from ultraep_kernels.device.relays import Sends, least_saved, new_sends, relay_rule
 from ultraep_kernels.device.reroute import AssignSizes, Places, new_places
 from ultraep_kernels.device.stream import Programs, Reach, StreamSizes
 
-__all__ = ["DevicePlan", "Gate", "Given", "PlanSizes", "Planner", "Rows", "Sender", "plan_sizes"]
+__all__ = [
+    "DevicePlan",
+    "Gate",
+    "Given",
+    "PlanSizes",
+    "Planner",
+    "Rows",
+    "Sender",
+    "new_states",
+    "plan_sizes",
+]
 
 _EXPERTS_SUMMED = 8  # by one program
 _EXPERTS_WRITTEN = 8  # by one, in a layer in which nothing is expected to be copied
-_MOST_REGISTERS = 192  # of a thread; left to itself the assembler keeps to 168, and spills
+# of a thread; left to itself the assembler keeps to 168, and spills; where copies stay, all of them
+_MOST_REGISTERS, _MOST_KEEPING = 192, 255
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
 _BLOCK_FLAGS = 256  # looked at together
 _CHANGING = (
     *("ids_ptr", "before_ptr", "out_ptr", "num_ids"),
-    *("outcome_ptr", "chunks_ptr", "patience_ns"),
+    *("outcome_ptr", "state_ptr", "chunks_ptr", "patience_ns"),
 )
 
 
@@ -89,7 +101,8 @@ class Sender(NamedTuple):
 class DevicePlan(NamedTuple):
     """Where replicas go and how many assignments each rank computes; tensors on the device."""
 
-    slot_expert: torch.Tensor  # (R, S) int32: logical expert in each slot, -1 empty
+    slot_expert: torch.Tensor  # (R, S) int32: logical expert that each slot computes, -1 none
+    copied: torch.Tensor  # (R, S) int32: the one that is copied into it in this batch, -1 none
     quota: torch.Tensor  # (E, R) int32: assignments of expert e that rank r computes
     share: torch.Tensor  # (E, R) int32: this source rank's part of the quota
     expert_load: torch.Tensor  # (E,) int32: assignments of each expert over all ranks
@@ -118,6 +131,8 @@ class PlanSizes(NamedTuple):
     block_ranks: int  # of a domain
     block_slots: int
     block_keys: int
+    block_places: int  # all slots
+    keeps: bool = False  # whether copies stay, and are planned beside
     measures_speeds: bool = False  # by what ranks' rows say, unless speeds are given
     writes_identity: bool = True  # quotas, shares and places of a layer that is left alone too
     experts_summed: int = _EXPERTS_SUMMED
@@ -135,7 +150,8 @@ class PlanSizes(NamedTuple):
     @property
     def num_programs(self) -> int:
         """Of a launch that does no more than plan."""
-        return self.num_sums + self.num_domains * self.num_attempts + self.num_finished
+        attempts = self.num_domains * self.num_attempts
+        return self.num_sums + int(self.keeps) + attempts + self.num_finished
 
 
 class Attempts(NamedTuple):
@@ -161,8 +177,12 @@ class Planner:
         sender: Sender,
         reach: Reach | None = None,
         programs: Programs | None = None,
+        prices: Prices | None = None,
     ) -> None:
-        """``reach`` and ``programs`` of a launch that sends and awaits experts too."""
+        """``reach`` and ``programs`` of a launch that sends and awaits experts too.
+
+        ``prices``, of copies beside those that are there: where ``sizes`` say that copies stay.
+        """
         self.sizes, device = sizes, given.status.device
         self.found = _empty_plan(sizes, device)
         self._attempts = _empty_attempts(sizes, device)
@@ -175,6 +195,7 @@ class Planner:
             "given": given,
             "attempts": self._attempts,
             "found": self.found,
+            "kept": None,
             "reach": None,
             "source": sender.source,
             "rank": sender.rank,
@@ -187,6 +208,11 @@ class Planner:
         }
         if given.rows is None:
             self._constants["outcome_ptr"] = None
+        if sizes.keeps:
+            experts = sizes.num_experts, sizes.num_ranks, sizes.num_slots
+            self._constants["kept"] = new_kept(prices or Prices(), *experts, device)
+        else:
+            self._constants["state_ptr"] = None
         self._plan = self._launch(chunks_ptr=None, patience_ns=0)
         if reach is not None and programs is not None:
             programs = programs if sizes.all_slots else Programs(0, 0)
@@ -201,7 +227,8 @@ class Planner:
         """A launch with ``others`` in place of some constants."""
         given = self._constants | others
         changing = tuple(name for name in _CHANGING if name not in given)
-        return Launch(plan_kernel, changing, given, num_warps=1, maxnreg=_MOST_REGISTERS)
+        most = _MOST_KEEPING if self.sizes.keeps else _MOST_REGISTERS
+        return Launch(plan_kernel, changing, given, num_warps=1, maxnreg=most)
 
     def __call__(
         self,
@@ -209,15 +236,18 @@ class Planner:
         physical: torch.Tensor,
         counted: Count,
         outcome: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
     ) -> None:
         """Plan a layer, and write ``physical`` ids (T, K) for ``topk_ids`` (T, K).
 
         Both are contiguous and int32 or int64; ``counted`` has counted the latter last. What the
         host records is packed into ``outcome`` (``outcome_width``,) int32; None without rows.
+        ``state`` is the layer's row of ``new_states``, where copies stay, which all ranks have
+        alike; else None.
         """
         programs = self.sizes.num_programs + counted.blocks
         ids = topk_ids, counted.before, physical, counted.num_ids
-        self._plan(programs, *ids, *(() if outcome is None else (outcome,)))
+        self._plan(programs, *ids, *(each for each in (outcome, state) if each is not None))
 
     def and_copy(
         self,
@@ -225,13 +255,15 @@ class Planner:
         physical: torch.Tensor,
         counted: Count,
         outcome: torch.Tensor,
+        state: torch.Tensor | None,
         chunks: torch.Tensor,
         patience_ns: int,
     ) -> None:
         """Do so, and what ``Stream`` would do then for the layer with ``chunks``."""
         programs = self._num_planning + counted.blocks + self._num_copying
         ids = topk_ids, counted.before, physical, counted.num_ids
-        self._plan_and_copy(programs, *ids, outcome, chunks, patience_ns)
+        stays = () if state is None else (state,)
+        self._plan_and_copy(programs, *ids, outcome, *stays, chunks, patience_ns)
 
 
 def plan_sizes(
@@ -241,9 +273,13 @@ def plan_sizes(
     domain_size: int | None = None,
     micro_batch: int = 0,
     num_micro_batches: int = 1,
+    *,
+    keeps: bool = False,
     **others: bool,
 ) -> PlanSizes:
     """For plans of R, E and S slots of a rank for each micro-batch; ``others`` of ``PlanSizes``.
+
+    Copies may stay (``keeps``) where there are some and batches do not overlap.
 
     Copies stay within contiguous groups of ``domain_size`` ranks; None is all ranks. Raises
     ValueError where E is no multiple of R.
@@ -272,14 +308,18 @@ def plan_sizes(
         block_ranks=_block(size),
         block_slots=int(triton.next_power_of_2(max(1, num_replica_slots))),
         block_keys=_block(search.limit),
+        block_places=_block(num_ranks * num_replica_slots),
+        keeps=keeps and search.limit > 0 and num_micro_batches == 1,
         **others,
     )
 
 
 def _empty_plan(sizes: PlanSizes, device: torch.device) -> DevicePlan:
     ranks, experts, all_slots = sizes.num_ranks, sizes.num_experts, sizes.all_slots
+    slots = [torch.empty((ranks, all_slots), dtype=torch.int32, device=device) for _ in range(2)]
     return DevicePlan(
-        slot_expert=torch.empty((ranks, all_slots), dtype=torch.int32, device=device),
+        slot_expert=slots[0],
+        copied=slots[int(sizes.keeps)],
         quota=torch.empty((experts, ranks), dtype=torch.int32, device=device),
         share=torch.empty((experts, ranks), dtype=torch.int32, device=device),
         expert_load=torch.empty(experts, dtype=torch.int32, device=device),

@@ -9,7 +9,8 @@ A copy that one odd batch wants makes the next ones worse, so placements are com
 cost this batch and so many that follow, half of them like this one, half like its mirror: what is
 left of the average if this batch's load is taken from twice of it. Where two kinds of traffic take
 turns, the mirror of the one is the other. A fresh plan is compared as well, of which copies that
-are there already keep their slots. Everything is integer, so every rank finds the same.
+are there already keep their slots. Everything is integer, so every rank finds the same. Twin:
+``device._plan_residents``.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import AVERAGE_SHIFT, FULL_SPEED, IntArray, Prices, Search
+from ultraep_kernels.contract import (
+    AVERAGE_SHIFT,
+    FULL_SPEED,
+    LATER_BATCHES,
+    MOST_NEW_COPIES,
+    SOON_BATCHES,
+    SPLIT_SWEEPS,
+    STEP_SWEEPS,
+    IntArray,
+    Prices,
+    Search,
+)
 from ultraep_kernels.host._compile import compiled
 from ultraep_kernels.host._plan_search import (
     Placement,
@@ -31,11 +43,6 @@ from ultraep_kernels.host._plan_search import (
 __all__ = ["keep_replicas"]
 
 Counts = NDArray[np.int64]
-
-_SWEEPS = 16  # of the split, at most; most loads are at the goal after a few
-_SWEEPS_OF_A_STEP = 2
-_STEPS = 16  # new copies that are tried in a batch, one after the other
-_SOON, _LATER = 4, 8  # batches that a placement is meant for: where this batch wants copies, a turn
 
 
 class _Group(NamedTuple):
@@ -92,7 +99,7 @@ def keep_replicas(
         return now.split.slots, now.split.quotas
     mirror = np.maximum(2 * (average >> AVERAGE_SHIFT) - expert_load, 0)
     other = _scenario(mirror, residents, group)
-    batches = _LATER if is_turn else _SOON
+    batches = LATER_BATCHES if is_turn else SOON_BATCHES
     best, slots = _grow(now, other, batches, group)
     if wants:
         fresh, quotas = place_replicas(expert_load, speeds, residents.shape[1], domain_size, search)
@@ -114,7 +121,7 @@ def _scenario(expert_load: Counts, slots: IntArray, group: _Group) -> _Scenario:
     goal = least_time(rank_load, group.speeds, group.domain_size)
     goal += (goal + group.grain // 2) // group.grain
     split = Placement(rank_load, expert_load.copy(), slots.copy(), quotas)
-    level(_SWEEPS, goal, group.speeds, split)
+    level(SPLIT_SWEEPS, goal, group.speeds, split)
     return _Scenario(goal, split)
 
 
@@ -144,7 +151,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
         busiest_time(other.split.rank_load, speeds),
     )
     best = _total(time, after, slots, batches, group)
-    for _ in range(_STEPS):
+    for _ in range(MOST_NEW_COPIES):
         worse, better = now, other
         if time - now.goal < after - other.goal:
             worse, better = other, now
@@ -160,7 +167,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
             break
         for each in (now, other):
             _put(expert, target, slot, each.split)
-            level(_SWEEPS_OF_A_STEP, each.goal, speeds, each.split)
+            level(STEP_SWEEPS, each.goal, speeds, each.split)
         time = busiest_time(now.split.rank_load, speeds)
         after = busiest_time(other.split.rank_load, speeds)
         cost = _total(time, after, now.split.slots, batches, group)

@@ -36,31 +36,28 @@ def write_row(
     choice: Choice,
     has_load: bool,
     doubt: bool = False,
-    forget: bool = False,
 ) -> NDArray[np.int64]:
     """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
 
-    ``unknown`` ids could not be counted; ``doubt`` and ``forget``: see ``contract``.
+    ``unknown`` ids could not be counted; ``doubt`` is this rank's, see ``contract``.
     """
     header = [0] * HEADER_WIDTH
-    header[POLICY], header[TIME] = choice
+    header[POLICY], header[TIME], header[FORGET] = choice
     header[UNKNOWN], header[CHECKSUM] = unknown, zlib.crc32(load.data)
-    header[DOUBT], header[FORGET] = doubt, forget
+    header[DOUBT] = doubt
     row = np.array(header, dtype=np.int64)
     return np.concatenate((row, load)) if has_load else row
 
 
 @compiled
-def contradictions(rows: Any) -> tuple[bool, bool, bool, bool]:
-    """Of all ranks' ``rows`` (R, W): has one a doubt, or unknown ids, do checksums differ, and has
-    one to forget what stayed."""
-    doubt = unknown = differ = forget = False
+def contradictions(rows: Any) -> tuple[bool, bool, bool]:
+    """Of all ranks' ``rows`` (R, W): has one a doubt, or unknown ids, and do checksums differ."""
+    doubt = unknown = differ = False
     for rank in range(rows.shape[0]):
         doubt |= rows[rank, DOUBT] != 0
         unknown |= rows[rank, UNKNOWN] != 0
         differ |= rows[rank, CHECKSUM] != rows[0, CHECKSUM]
-        forget |= rows[rank, FORGET] != 0
-    return doubt, unknown, differ, forget
+    return doubt, unknown, differ
 
 
 @compiled

@@ -1,8 +1,8 @@
 """plan: loads (R, E) and speeds -> slot_expert, quota and one rank's share; the quota planner.
 
 ``_plan_search`` finds where replicas go and what each computes, ``_plan_residents`` does where
-those of batches before are there still, ``_plan_share`` splits that over source ranks. Twin, of
-plans without residents: ``device.plan``.
+those of batches before are there still, ``_plan_share`` splits that over source ranks. Twin:
+``device.plan``.
 """
 
 import numpy as np

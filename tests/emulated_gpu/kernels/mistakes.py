@@ -13,6 +13,9 @@ from typing import Any
 
 import ultraep_kernels.device
 from triton.language import standard
+from ultraep_kernels.device._plan_residents import forget_what_changed
+from ultraep_kernels.device._plan_search import _is_wanted, search
+from ultraep_kernels.device.exchange import fill_row
 from ultraep_kernels.device.stream import _await_slot
 
 from tests.emulated_gpu.kernels.compiled import Change, Rewrite, rewritten
@@ -106,6 +109,27 @@ MISTAKES = (
         "slot acquired by its first block of flags only",
         rewrite=Rewrite(_await_slot, _ACQUIRES, f"if start == 0: {_ACQUIRES}"),
         scenario="many chunks",
+    ),
+    # copies that stay
+    Mistake(
+        "a rank's change is not told",
+        rewrite=Rewrite(fill_row, "tl.load(choice_ptr + 2)", "0"),
+        scenario="copies stay",
+    ),
+    Mistake(
+        "a stale copy stays",
+        rewrite=Rewrite(forget_what_changed, "nothing, mask=is_place", "nothing, mask=places < 1"),
+        scenario="copies stay",
+    ),
+    Mistake(
+        "attempts do not wait to be wanted",
+        rewrite=Rewrite(_is_wanted, "await_arrivals(turns_ptr + _SPLIT, 1)", "pass"),
+        scenario="copies stay",
+    ),
+    Mistake(
+        "plans are compared before copies are tried",
+        rewrite=Rewrite(search, "await_arrivals(turns_ptr + _GROWN, 1)", "pass"),
+        scenario="copies stay",
     ),
     # streams
     Mistake("experts do not wait for the side stream", forgets="join"),

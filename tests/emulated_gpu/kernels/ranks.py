@@ -81,7 +81,8 @@ def measured_picoseconds(rank: int) -> int:
 def new_rank(number: int, setup: GroupSetup, num_layers: int, weights: Weights) -> Rank:
     """One whose layers are in place; it knows no other yet."""
     driver = HostDriver(granularity=_GRANULARITY)
-    pool = SlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
+    per_layer = setup.config.slot_memory == "per_layer"
+    pool = SlotPool(driver, setup.shape.num_slots, setup.chunk_bytes, per_layer)
     masters = setup.shape.num_masters
     layers = [pool.adopt(weights.of(number, layer, masters)) for layer in range(num_layers)]
     return Rank(number, setup, driver, layers, FakeRecorder(), pool)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -49,6 +49,7 @@ class Batch:
     dtype: torch.dtype = torch.int32
     runs: bool = True  # whether hosts wait for the device before the next batch
     policy: Policy = Policy.QUOTA  # that rank 0 asks for
+    changes: bool = False  # whether rank 1's experts have changed since the batch before
 
     def ids(self, rank: int, num_experts: int) -> torch.Tensor:
         """(T, K) logical of one rank."""
@@ -81,6 +82,19 @@ _SEVERAL = (  # balanced, left alone, expected to be left alone and followed up,
 _BRIEFLY = Search(512, first=2, limit=4, sweeps=8, thrifty=2)
 _FIRST = (Batch("skewed"),)
 _BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
+_STAYING = (  # copies that are there do, some are wanted beside them, experts change; off between
+    Batch("skewed"),
+    Batch("skewed", runs=False),
+    Batch("even"),
+    Batch("skewed", 1),
+    Batch("skewed", changes=True),
+    Batch("unknown id"),
+    Batch("one expert", 2, policy=Policy.OFF),
+    Batch("one expert", 2),
+    Batch("skewed", 1, _DECODE),
+    Batch("skewed"),
+    Batch("skewed", 3),
+)
 _RELAYED = (Batch("one expert", runs=False), Batch("one expert", 3))
 _TURNS_OUT = (  # sent beside dispatch, left alone, and expected to be left alone but followed up
     Batch("skewed"),
@@ -119,6 +133,7 @@ class Scenario:
     relay: str = "auto"
     speeds: str = "equal"
     domain_size: int | None = None
+    slot_memory: Literal["per_layer", "shared"] = "shared"
     weights: Weights = WEIGHTS
     search: Search | None = _BRIEFLY  # None: as it serves
     least_resident: int = 1  # programs of a rank that must fit a device together
@@ -141,7 +156,7 @@ class Scenario:
     def setup_of(self, rank: int) -> GroupSetup:
         """Of one rank."""
         size = self.domain_size or self.shape.num_ranks
-        config = _CONFIG.replace(speeds=self.speeds)
+        config = _CONFIG.replace(speeds=self.speeds, slot_memory=self.slot_memory)
         location = Location(rank, self.shape.num_ranks, size, size)
         return GroupSetup(
             config,
@@ -194,6 +209,22 @@ SCENARIOS = {
         Scenario("micro-batches of eight", _two_micro_batches(8, 16), _BALANCED, least_resident=8),
         Scenario("domains of four", ExpertShape(8, 32, 1), domain_size=4),
         Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
+        Scenario(
+            "copies stay",
+            ExpertShape(2, 8, 2),
+            _STAYING,
+            slot_memory="per_layer",
+            is_quick=True,
+        ),
+        Scenario(
+            "copies stay in domains",
+            ExpertShape(6, 18, 2),
+            _STAYING,
+            speeds="auto",
+            domain_size=3,
+            relay="always",
+            slot_memory="per_layer",
+        ),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
         Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True, is_quick=True),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True, is_quick=True),
@@ -283,6 +314,7 @@ class _Player:
         self._policies: list[Policy] = []  # of the batches that exchanged
         self._checks: list[Callable[[], None]] = []  # when the device is done
         self._plans: dict[tuple[int, int], tuple[_Place, Plan | None]] = {}
+        self._changes = 0  # of rank 1's experts
 
     def play(self) -> None:
         cluster = self._cluster
@@ -356,6 +388,8 @@ class _Player:
 
     def _batch(self, batch: Batch) -> None:
         """All of its layers; hosts go by the policy of the batch before last behind the first."""
+        if batch.changes:
+            self._change()
         for recorder in (self._cluster.ranks[0].recorder, *(twins.asked for twins in self._twins)):
             recorder.policy = batch.policy
         rests = self._policies[-2:-1] == [Policy.OFF] and batch.tokens == _PREFILL
@@ -363,6 +397,22 @@ class _Player:
             self._layer(batch, layer, rests)
         if batch.tokens == _PREFILL:
             self._policies.append(batch.policy)
+
+    def _change(self) -> None:
+        """Rank 1's experts become others, which its engine says."""
+        self._run()
+        self._changes += 1
+        rank, num_masters = self._cluster.ranks[1], self._scenario.shape.num_masters
+        for tensor in (each for layer in rank.layers for each in layer.tensors):
+            tensor[:num_masters] += 1
+        rank.balancer.forget()
+        for twins in self._twins:
+            twins.forget(rank.number)
+
+    def _masters(self, owner: int, layer: int) -> list[torch.Tensor]:
+        masters = self._scenario.weights.of(owner, layer, self._scenario.shape.num_masters)
+        changes = self._changes if owner == 1 else 0
+        return [tensor + 1 for tensor in masters] if changes else masters
 
     def _layer(self, batch: Batch, layer: int, rests: bool) -> None:
         """Every rank routes it, then its engine dispatches and computes."""
@@ -410,7 +460,7 @@ class _Player:
                 if expert < 0:
                     continue
                 owner, local = divmod(expert, shape.num_masters)
-                masters = self._scenario.weights.of(owner, place.layer, shape.num_masters)
+                masters = self._masters(owner, place.layer)
                 for tensor, master in zip(rank.layers[place.layer].tensors, masters, strict=True):
                     cluster.touch(tensor[first + slot], rank.number, "experts read slots")
                     if not torch.equal(tensor[first + slot], master[local]):
@@ -430,6 +480,8 @@ class _Player:
         own = slice(place.micro_batch * slots, (place.micro_batch + 1) * slots)
         if not np.array_equal(found.slot_expert.numpy()[:, own], plan.slot_expert):
             wrong.append(f"slots planned by {place}")
+        if not np.array_equal(found.copied.numpy()[:, own], plan.copied):
+            wrong.append(f"copies planned by {place}")
         for name in ("quota", "share"):
             if not np.array_equal(getattr(found, name).numpy(), getattr(plan, name)):
                 wrong.append(f"{name} of {place}")

@@ -68,6 +68,7 @@ OPERATIONS: Sequence[tuple[str, int, int, int]] = [
     ("prmt.b32 %r4, %r2, %r3, 0x5410;", 0x1111AAAA, 0x2222BBBB, -0x44445556),
     ("shf.l.wrap.b32 %r4, %r2, %r3, 40;", 0x12345678, 0x1ABBCCDD, -0x443322EE),
     ("min.u32 %r4, %r2, %r3;", -1, 3, 3),
+    ("max.relu.s32 %r4, %r2, %r3;", -7, -3, 0),
     ("cvt.s32.s8 %r4, %r2;", 0xFF, 0, -1),
     ("popc.b32 %r4, %r2;", 0xF0F, 0, 8),
     ("shfl.sync.bfly.b32 %r4, %r2, 1, 31, -1;", 9, 0, 9),

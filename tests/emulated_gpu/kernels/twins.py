@@ -65,6 +65,10 @@ class Twins:
         pairs = zip(self._balancers, ids, strict=True)
         return [Routed(balancer.identity(own), None) for balancer, own in pairs]
 
+    def forget(self, rank: int) -> None:
+        """Of one rank: experts may have changed."""
+        self._balancers[rank].forget()
+
     @property
     def asked(self) -> FakeRecorder:
         """Where rank 0 reads the policy."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
-from ultraep_kernels.device.plan import DevicePlan, Gate
+from ultraep_kernels.device.plan import DevicePlan, Gate, new_states
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
@@ -21,6 +21,7 @@ from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records
 from ultraep_serve.costs.model import IntegerCosts, least_saved
+from ultraep_serve.plan.residents import prices_of
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Stage
@@ -47,8 +48,9 @@ class LayerSamples:
     ) -> None:
         """Take note of a layer in which ranks have exchanged, the first of its batch or not."""
 
-    def computed(self, micro_batch: int) -> None:
-        """Check the layer that was launched."""
+    def computed(self, micro_batch: int) -> bool:
+        """Check the layer that was launched; whether a rank is known to have found a mistake."""
+        return False
 
 
 class DeviceBalancer:
@@ -87,9 +89,13 @@ class DeviceBalancer:
         self._choice, self._expected = OwnChoice(policies, own_time, device), Expectations()
         gate, numbers = _gate_of(setup.config, costs), range(shape.num_micro_batches)
         given = setup, fabric, self._choice.on_device, gate, least_saved(costs)
-        self._parts = [MicroBatch(number, *given) for number in numbers]
+        prices = prices_of(costs, shape)
+        self._parts = [MicroBatch(number, *given, prices) for number in numbers]
         self._chunks = [fabric.chunks(layer) for layer in layers]
         self._sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
+        self._states: list[torch.Tensor | None] = [None] * len(layers)  # of copies that stay
+        if self._parts[0].plan.sizes.keeps:
+            self._states = list(new_states(len(layers), *self._sizes, device))
         self._identity = torch.from_numpy(identity_table(*self._sizes)).to(device)
         width = outcome_width(*self._sizes)
         self._batches = Batches(device, width, len(layers) * shape.num_micro_batches)
@@ -137,7 +143,7 @@ class DeviceBalancer:
         """Plan the layer, write ``physical`` ids, and send experts where a plan is followed."""
         row, chunks, patience = part.row, self._chunks[layer], self._fabric.patience_ns
         assert row is not None, "nothing has been counted"
-        planned = ids, physical, part.count, row.outcome
+        planned = ids, physical, part.count, row.outcome, self._states[layer]
         if self._expected.leave_alone(layer, row.micro_batch):
             part.plan.and_copy(*planned, chunks, patience)
             row.lap(Stage.PLAN)
@@ -175,7 +181,8 @@ class DeviceBalancer:
             is_last = self._expected.rests or row.layer == len(self._chunks) - 1
             if is_last and all(other.row is None for other in self._parts):
                 self._batches.send(page)
-            self._samples.computed(micro_batch)
+            if self._samples.computed(micro_batch):
+                self._choice.forget()
         if self._batches.unread and not self._is_captured:
             self._record_what_is_done()
 
@@ -204,9 +211,14 @@ class DeviceBalancer:
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
         self._fabric.wait_at_least(0)
+        self.forget()  # what was tried out was no traffic
 
     def forget(self) -> None:
-        """Copies do not stay here."""
+        """Have all ranks copy anew what layers need: experts of this one may have changed."""
+        if self._states[0] is not None:
+            self._fabric.synchronize()  # of batches until now none may take it for its own
+            self._choice.forget()
+            self._fabric.synchronize()  # whatever stream the next one is launched in
 
     def _begin(self, is_small: bool, is_captured: bool) -> None:
         """Begin a batch. Layers that one before has left open go to the host as they are.

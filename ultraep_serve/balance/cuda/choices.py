@@ -17,32 +17,38 @@ from ultraep_serve.types import Decision, Policy
 
 __all__ = ["Expectations", "OwnChoice"]
 
+_ASKED = Choice._fields.index("changes")  # words before it
 _LARGEST = np.iinfo(np.int32).max
 _OFF = Decision.POLICY_OFF.value
 _STAYED = [each.value for each in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT)]
 
 
 class OwnChoice:
-    """The policy that is asked for, where this is rank 0, and what it measured."""
+    """The policy that is asked for, where this is rank 0; what it measured, what has changed."""
 
     def __init__(
         self, policies: ControlPage | None, own_time: OwnTime, device: torch.device
     ) -> None:
         """``policies`` is rank 0's; other ranks choose nothing."""
         self._policies, self._own_time = policies, own_time
-        # The host writes its choice whenever it likes; the device takes it where a batch begins.
         self.on_device = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
-        self.asked = host_words(len(Choice._fields), device)
-        self._words = self.asked.numpy()
+        # The host writes its choice whenever it likes; the device takes it where a batch begins.
+        self.asked = host_words(_ASKED, device)
+        self._words, self._taken = self.asked.numpy(), self.on_device[:_ASKED]
 
     def write(self) -> None:
         """Write down what holds now."""
         policy = Policy.OFF if self._policies is None else self._policies.policy
-        self._words[:] = Choice(policy.code, min(self._own_time.picoseconds, _LARGEST))
+        picoseconds = min(self._own_time.picoseconds, _LARGEST)
+        self._words[:] = Choice(policy.code, picoseconds)[:_ASKED]
+
+    def forget(self) -> None:
+        """Have layers that exchange after this, in stream order, forget what stayed until then."""
+        self.on_device[_ASKED:].add_(1)
 
     def send(self) -> None:
         """Copy to the device, in stream order, what is written down by then."""
-        self.on_device.copy_(self.asked, non_blocking=True)
+        self._taken.copy_(self.asked, non_blocking=True)
 
 
 class Expectations:

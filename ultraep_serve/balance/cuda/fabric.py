@@ -186,6 +186,11 @@ class DeviceFabric:
         if self._seen:
             self._require_ok(self._seen)
 
+    def synchronize(self) -> None:
+        """Return when the device has done all it was told. Raises PeerTimeoutError."""
+        with self.naming_lost_peers():
+            self._driver.synchronize()
+
     def require_peers(self) -> None:
         """Raise PeerTimeoutError if a wait was given up. Waits for the device."""
         with self.naming_lost_peers():

@@ -5,7 +5,7 @@ computed or on their way, so whatever that needs must not be shared.
 """
 
 import torch
-from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.contract import HEADER_WIDTH, Prices
 from ultraep_kernels.device.count import Count, RowWanted
 from ultraep_kernels.device.identity import Identity
 from ultraep_kernels.device.plan import Gate, Given, Planner, Rows, Sender, plan_sizes
@@ -30,8 +30,9 @@ class MicroBatch:
         choice: torch.Tensor,
         gate: Gate,
         min_saved: int,
+        prices: Prices,
     ) -> None:
-        """``choice`` (2,) of this rank, on the device; ``gate`` and ``min_saved`` of plans."""
+        """``choice`` (3,) of this rank, on the device; ``gate`` to ``prices`` of plans."""
         shape, device = setup.shape, fabric.status.device
         ranks, experts, slots = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
         is_own = setup.view is TokenView.OWN
@@ -55,6 +56,7 @@ class MicroBatch:
                 setup.location.domain_size,
                 number,
                 shape.num_micro_batches,
+                keeps=setup.config.slot_memory == "per_layer",
                 measures_speeds=speeds is None,
                 writes_identity=False,
             ),
@@ -68,11 +70,12 @@ class MicroBatch:
             Sender(setup.source_rank, fabric.rank, setup.relay, fabric.epoch, min_saved),
             fabric.reach,
             fabric.limits.programs,
+            prices,
         )
         found = self.plan.found
         self.side = SideStream(device)
         self._streams = fabric.stream(
-            found.slot_expert, shape.num_masters, found.sends, self.side.stream
+            found.copied, shape.num_masters, found.sends, self.side.stream
         )
         self.identity = Identity(experts, shape.num_masters, shape.num_slots)
         self._has_slots = slots > 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, POLICY, TIME, Choice
+from ultraep_kernels.contract import FORGET, FULL_SPEED, HEADER_WIDTH, POLICY, TIME, Choice
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import contradictions, write_row
 from ultraep_kernels.host.relays import relay_parents
@@ -111,7 +111,7 @@ class HostBalancer:
         self._residents: list[Residents] = []
         if setup.config.slot_memory == "per_layer":
             self._residents = [Residents(shape, layer) for layer in range(len(layers))]
-        self._forgets = set[int]()  # layers of which the others do not know yet that they should
+        self._changes = 0  # how often experts of this rank may have changed
         self._batch = 0
         self._choice = Choice()  # what this rank says in the batch
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
@@ -135,7 +135,7 @@ class HostBalancer:
             self._record_batch()  # one whose last layer did not come
             self._batch += 1
             policy = Policy.OFF if self._policies is None else self._policies.policy
-            self._choice = Choice(policy.code, self._own_time.picoseconds)
+            self._choice = Choice(policy.code, self._own_time.picoseconds, self._changes)
             self._batch_policy = None
         if batch_tokens < self._config.min_batch_tokens:
             return self._skip(first, Decision.SMALL, topk_ids)
@@ -204,7 +204,7 @@ class HostBalancer:
 
     def forget(self) -> None:
         """Have all ranks copy anew what layers need: experts of this one may have changed."""
-        self._forgets.update(range(len(self._residents)))
+        self._changes += 1
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Send every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
@@ -223,16 +223,15 @@ class HostBalancer:
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
-        told = self._samples.is_in_doubt, layer in self._forgets
-        rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, *told))
+        doubt = self._samples.is_in_doubt
+        rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, doubt))
         if self._batch_policy is None:
             self._agree(rows)
-        doubt, unknown_ids, differ, forget = contradictions(rows)
+        doubt, unknown_ids, differ = contradictions(rows)
         if doubt:
             self._switch_off()
-        if forget and self._residents:
-            self._residents[layer].forget()
-            self._forgets.discard(layer)
+        if self._residents:
+            self._residents[layer].heed(int(rows[:, FORGET].sum()))
         if has_load:
             return rows[:, HEADER_WIDTH:], unknown_ids
         loads = np.zeros((self._context.shape.num_ranks, load.size), dtype=np.int64)

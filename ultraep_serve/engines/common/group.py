@@ -405,6 +405,11 @@ class BalancedLayers:
             logger.info("ultraep: loading has ended; ranks wait %g s for each other", seconds)
 
     @property
+    def copies_stay(self) -> bool:
+        """Whether slots may hold copies of weights that are replaced; see ``forget``."""
+        return self._setup.config.slot_memory == "per_layer"
+
+    @property
     def num_layers(self) -> int:
         """How many layers are balanced on this rank."""
         return len(self._layers)

@@ -111,7 +111,7 @@ def _balance(
     drafts: list[RoutedExperts],
 ) -> None:
     balanced = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
-    if not all(map(is_as_in_checkpoint, layers)):
+    if balanced.copies_stay or not all(map(is_as_in_checkpoint, layers)):
         refuse_new_weights(worker.get_model(), layers)
     balanced.mark_ready(logger)
     _around(worker.model_runner, "execute_model", before=balanced.require_in_place)

@@ -1,0 +1,474 @@
+"""Where copies stay: the load split over what slots hold, and new copies beside it.
+
+One program of one warp splits it, says whether new copies are wanted, and grows: it adds copies one
+by one. Attempts of a fresh plan are made only where they are wanted, beside that; the last of them
+compares. State lies in the memory of the layer, of which the launch is the only one to know, slot
+by slot. Twins: ``host._plan_residents``, ``ultraep_serve.plan.residents``.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ultraep_kernels.contract import (
+    AVERAGE_SHIFT,
+    FORGET,
+    LATER_BATCHES,
+    MOST_NEW_COPIES,
+    SOON_BATCHES,
+    SPLIT_SWEEPS,
+    STEP_SWEEPS,
+    TURN,
+    Prices,
+)
+from ultraep_kernels.device._decisions import PLANNED, UNPROFITABLE
+from ultraep_kernels.device._plan_attempt import NOBODY, at, relax
+from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
+from ultraep_kernels.device._plan_times import FULL, busiest, least_time
+from ultraep_kernels.device._signals import put
+from ultraep_kernels.device.reroute import every_32nd
+
+__all__ = [
+    "RESIDENTS",
+    "Kept",
+    "compare_fresh",
+    "decide",
+    "forget_what_changed",
+    "grow",
+    "new_kept",
+    "new_states",
+    "speeds_in",
+    "split_again",
+    "split_residents",
+]
+
+# words of a layer's state, int64: batches that were planned, how often ranks had experts
+# changed, the layer's number; then the slots (S, R), and the average load (E,)
+_BATCHES, _CHANGES, _LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RESIDENTS = tl.constexpr(3)
+_FORGET, _SHIFT, _TURN = tl.constexpr(FORGET), tl.constexpr(AVERAGE_SHIFT), tl.constexpr(TURN)
+_SOON, _LATER = tl.constexpr(SOON_BATCHES), tl.constexpr(LATER_BATCHES)
+_SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(SPLIT_SWEEPS), tl.constexpr(STEP_SWEEPS)
+_STEPS = tl.constexpr(MOST_NEW_COPIES)
+_AT_ONCE = tl.constexpr(128)  # experts, or slots
+_FAR = tl.constexpr(1 << 62)  # more room than any rank has
+# of what is in memory: the cost of the best slots, batches that they are meant for
+_BEST, _HORIZON, _OTHER_GOAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Kept(NamedTuple):
+    """What a launch works with where copies stay; tensors on the device, but for prices scratch."""
+
+    prices: torch.Tensor  # (2,) int64, as ``contract.Prices``
+    mirror: torch.Tensor  # (E,) int32: the load that is expected to come in turn with this one
+    left: torch.Tensor  # (2, E) int32, of the load and of its mirror: what masters still compute
+    placed: torch.Tensor  # (2, S, R, 2) int32: experts in slots, what they compute
+    best: torch.Tensor  # (S, R) int32: the cheapest slots so far
+    words: torch.Tensor  # (3,) int64: see above
+    wanted: torch.Tensor  # (1,) int32: whether new copies are
+
+
+def new_states(
+    num_layers: int, num_experts: int, num_ranks: int, num_slots: int, device: torch.device
+) -> torch.Tensor:
+    """(N, W) int64: of each layer what is in its slots, which is nothing yet."""
+    width = RESIDENTS.value + num_ranks * num_slots
+    states = torch.zeros((num_layers, width + num_experts), dtype=torch.int64, device=device)
+    states[:, _LAYER.value] = torch.arange(num_layers, device=device)
+    states[:, RESIDENTS.value : width] = -1
+    return states
+
+
+def new_kept(
+    prices: Prices, num_experts: int, num_ranks: int, num_slots: int, device: torch.device
+) -> Kept:
+    """To be written by the launch, but for ``prices``."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return Kept(
+        prices=torch.tensor(prices, dtype=torch.int64, device=device),
+        mirror=empty(num_experts),
+        left=empty(2, num_experts),
+        placed=empty(2, num_slots, num_ranks, 2),
+        best=empty(num_slots, num_ranks),
+        words=empty(3, dtype=torch.int64),
+        wanted=empty(1),
+    )
+
+
+@triton.jit
+def forget_what_changed(rows, state_ptr, SIZES: tl.constexpr):
+    """Empty the layer's slots where a rank says that experts have changed since last time."""
+    ranks = tl.arange(0, SIZES.block_all_ranks)
+    row_ptr = rows.table + ranks.to(tl.int64) * rows.stride
+    said = tl.load(row_ptr + _FORGET, mask=ranks < SIZES.num_ranks, other=0).to(tl.int64)
+    changes = tl.sum(said, axis=0)
+    if changes != tl.load(state_ptr + _CHANGES):
+        tl.debug_barrier()  # all lanes have read
+        tl.store(state_ptr + _CHANGES, changes)
+        tl.store(state_ptr + _BATCHES, changes * 0)
+        places = tl.arange(0, SIZES.block_places)
+        nothing = tl.full((SIZES.block_places,), -1, tl.int64)
+        is_place = places < SIZES.num_ranks * SIZES.num_slots
+        tl.store(state_ptr + RESIDENTS + places, nothing, mask=is_place)
+        tl.debug_barrier()
+
+
+@triton.jit
+def split_residents(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
+    """The load over what slots hold: rank_load (R,), are copies wanted, is it the layer's turn."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_EXPERTS: tl.constexpr = NUM_RANKS * SIZES.num_masters
+    NUM_PLACES: tl.constexpr = NUM_RANKS * SIZES.num_slots
+    batches = tl.load(state_ptr + _BATCHES)
+    average_ptr = state_ptr + RESIDENTS + NUM_PLACES
+    index = tl.arange(0, _AT_ONCE)
+    for start in range(0, NUM_EXPERTS, _AT_ONCE):
+        experts = start + index
+        is_expert = experts < NUM_EXPERTS
+        load = tl.load(found.expert_load + experts, mask=is_expert, other=0).to(tl.int64)
+        before = tl.load(average_ptr + experts, mask=is_expert, other=0)
+        before = tl.where(batches > 0, before, load << _SHIFT)
+        average = before + load - (before >> _SHIFT)
+        mirror = tl.maximum(2 * (average >> _SHIFT) - load, 0)
+        tl.store(average_ptr + experts, average, mask=is_expert)
+        tl.store(kept.mirror + experts, mirror.to(tl.int32), mask=is_expert)
+    for start in range(0, NUM_PLACES, _AT_ONCE):
+        places = start + index
+        held = tl.load(state_ptr + RESIDENTS + places, mask=places < NUM_PLACES, other=-1)
+        tl.store(kept.best + places, held.to(tl.int32), mask=places < NUM_PLACES)
+    tl.debug_barrier()
+    batches += 1
+    tl.store(state_ptr + _BATCHES, batches)
+    is_turn = (batches + tl.load(state_ptr + _LAYER)) % _TURN == 0
+    tl.store(kept.words + _HORIZON, tl.where(is_turn, _LATER, _SOON).to(tl.int64))
+    goal = tl.load(attempts.goal)
+    rank_load = split_again(attempts, found, kept, SIZES)
+    time = busiest(rank_load, speeds_in(attempts, SIZES))
+    prices = tl.load(kept.prices), tl.load(kept.prices + 1)
+    is_wanted = _cost(time, prices) - _cost(goal, prices) > prices[0]
+    return rank_load, is_wanted, is_turn
+
+
+@triton.jit
+def split_again(attempts, found, kept, SIZES: tl.constexpr):
+    """rank_load (R,) where the load is split over the best slots from the beginning."""
+    goal, loads_ptr = tl.load(attempts.goal), found.expert_load
+    home = rank_loads(loads_ptr, SIZES)
+    return _split(0, loads_ptr, home, goal, attempts, kept, kept.best, 1, SIZES)
+
+
+@triton.jit
+def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
+    """Try new copies one by one; the best slots, and what is known of them, are in memory then."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    NUM_MASTERS: tl.constexpr = SIZES.num_masters
+    NUM_EXPERTS: tl.constexpr = NUM_RANKS * NUM_MASTERS
+    NUM_WORDS: tl.constexpr = NUM_RANKS * NUM_SLOTS * 2
+    ranks = every_32nd(SIZES.block_all_ranks)
+    exists = ranks < NUM_RANKS
+    speeds = speeds_in(attempts, SIZES)
+    goal = tl.load(attempts.goal)
+    home = rank_loads(kept.mirror, SIZES)
+    other_goal = _goal(home, speeds, SIZES)
+    other_load = _split(1, kept.mirror, home, other_goal, attempts, kept, kept.best, 1, SIZES)
+    time, after = busiest(now_load, speeds), busiest(other_load, speeds)
+    best = _total(time, after, kept, state_ptr, SIZES)
+    step = tl.full((), 0, tl.int32)
+    goes_on = best >= 0
+    while goes_on & (step < _STEPS):
+        step += 1
+        worse = (time - goal < after - other_goal).to(tl.int32)
+        left_ptr, left_of_better = (
+            kept.left + worse * NUM_EXPERTS,
+            kept.left + (1 - worse) * NUM_EXPERTS,
+        )
+        placed_ptr = kept.placed + worse * NUM_WORDS
+        placed_of_better = kept.placed + (1 - worse) * NUM_WORDS
+        rank_load = tl.where(worse == 1, other_load, now_load)
+        whole = tl.where(worse == 1, other_goal, goal) * speeds // FULL
+        room = tl.where(exists, whole - rank_load, _FAR)
+        least = tl.min(room, axis=0)
+        donor = tl.min(tl.where(room == least, ranks, NOBODY), axis=0)
+        both = left_ptr, left_of_better, placed_ptr, placed_of_better
+        expert = _pick_expert(donor, both, SIZES)
+        target, slot = _pick_slot(expert, donor, room, whole, both, SIZES)
+        goes_on = (least < 0) & (expert >= 0) & (target < NOBODY)
+        if goes_on:
+            here = slot, target
+            now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
+            second = kept.left + NUM_EXPERTS, kept.placed + NUM_WORDS
+            other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
+            now_load = _level(
+                now_load, speeds, goal, kept.left, kept.placed, _SWEEPS_OF_A_STEP, SIZES
+            )
+            other_load = _level(
+                other_load, speeds, other_goal, second[0], second[1], _SWEEPS_OF_A_STEP, SIZES
+            )
+            time, after = busiest(now_load, speeds), busiest(other_load, speeds)
+            cost = _total(time, after, kept, state_ptr, SIZES)
+            if cost < best:
+                index = tl.arange(0, SIZES.block_places)
+                is_place = index < NUM_RANKS * NUM_SLOTS
+                held = tl.load(kept.placed + index * 2, mask=is_place, other=-1)
+                tl.store(kept.best + index, held, mask=is_place)
+            best = tl.minimum(best, cost)
+    tl.store(kept.words + _BEST, best)
+    tl.store(kept.words + _OTHER_GOAL, other_goal)
+    tl.debug_barrier()
+
+
+@triton.jit
+def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
+    """The busiest rank's time with what is cheaper: the best slots, or those of a fresh plan.
+
+    Copies that are there already keep their slots.
+    """
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
+    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
+    _, time, _, _ = take_best(attempts, SIZES)
+    tl.debug_barrier()  # the winners are read
+    ranks, slots = every_32nd(SIZES.block_all_ranks), tl.arange(0, SIZES.block_slots)
+    exists = ranks < NUM_RANKS
+    domain = ranks // DOMAIN_SIZE
+    winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
+    start = (domain * NUM_KEYS + winner).to(tl.int64) * NUM_SLOTS
+    fresh_ptr = attempts.placed + (start * DOMAIN_SIZE + ranks - domain * DOMAIN_SIZE) * 2
+    has_fresh = exists & (winner >= 0)
+    is_place = (slots < NUM_SLOTS)[:, None] & exists[None, :]
+    place = slots[:, None] * NUM_RANKS + ranks[None, :]
+    held = tl.load(state_ptr + RESIDENTS + place, mask=is_place, other=-1).to(tl.int32)
+    needed = (held == -2).to(tl.int32)
+    for number in range(0, NUM_SLOTS):
+        wanted = tl.load(fresh_ptr + number * (DOMAIN_SIZE * 2), mask=has_fresh, other=-1)
+        needed |= (is_place & (held >= 0) & (held == wanted[None, :])).to(tl.int32)
+    amounts = held * 0
+    for number in range(0, NUM_SLOTS):
+        pair_ptr = fresh_ptr + number * (DOMAIN_SIZE * 2)
+        wanted = tl.load(pair_ptr, mask=has_fresh, other=-1)
+        amount = tl.load(pair_ptr + 1, mask=has_fresh & (wanted >= 0), other=0)
+        holds = tl.max((held == wanted[None, :]).to(tl.int32), axis=0)
+        # an empty slot, else the first that is not needed
+        order = tl.where(held < 0, slots[:, None], slots[:, None] + SIZES.block_slots)
+        order = tl.where(is_place & (needed == 0), order, NOBODY)
+        first = tl.min(order, axis=0)
+        takes = (order == first[None, :]) & is_place & (order < NOBODY)
+        takes = takes & ((wanted >= 0) & (holds == 0))[None, :]
+        held = tl.where(takes, wanted[None, :], held)
+        needed = tl.where(takes, 1, needed)
+        amounts = tl.where((held == wanted[None, :]) & (held >= 0), amount[None, :], amounts)
+    tl.store(kept.placed + place * 2, held, mask=is_place)
+    tl.store(kept.placed + place * 2 + 1, amounts, mask=is_place)
+    tl.debug_barrier()
+    time = time.to(tl.int64)
+    best, other_goal = tl.load(kept.words + _BEST), tl.load(kept.words + _OTHER_GOAL)
+    home = rank_loads(kept.mirror, SIZES)
+    other = _split(1, kept.mirror, home, other_goal, attempts, kept, kept.placed, 2, SIZES)
+    speeds = speeds_in(attempts, SIZES)
+    total = _total(time, busiest(other, speeds), kept, state_ptr, SIZES)
+    if total >= best:
+        time = busiest(split_again(attempts, found, kept, SIZES), speeds)
+    return time
+
+
+@triton.jit
+def decide(time, gate, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
+    """Follow the plan, which takes ``time``, where it has new copies or pays without."""
+    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
+    decision = time.to(tl.int32) * 0 + PLANNED
+    if gate is not None:
+        places = tl.arange(0, SIZES.block_places)
+        is_new, _ = _new_copies(places, kept, state_ptr, SIZES)
+        before = time * 0
+        for domain in range(0, SIZES.num_domains):
+            worst = tl.load(attempts.keys + (domain + 1) * (NUM_KEYS + 1) - 1) >> 32
+            before = tl.maximum(before, worst)
+        none = time * 0
+        saved = saved_time(before, time, none, none, gate, SIZES.num_masters)
+        pays = (saved > 0) | (tl.max(is_new.to(tl.int32), axis=0) > 0)
+        decision = tl.where(pays, PLANNED, UNPROFITABLE)
+    put(found.decision, decision)  # others may look
+
+
+@triton.jit
+def speeds_in(attempts, SIZES: tl.constexpr):
+    """(R,) int32; FULL_SPEED where there is no rank."""
+    ranks = every_32nd(SIZES.block_all_ranks)
+    return tl.load(attempts.ranks + ranks * 2 + 1, mask=ranks < SIZES.num_ranks, other=FULL)
+
+
+@triton.jit
+def _goal(rank_load, speeds, SIZES: tl.constexpr):
+    """As the survey's: a time, of ranks with ``rank_load`` and every expert at home."""
+    GRAIN: tl.constexpr = SIZES.search.grain
+    ranks = every_32nd(SIZES.block_all_ranks)
+    least = tl.full((), 0, tl.int64)
+    for domain in range(0, SIZES.num_domains):
+        is_member = (ranks < SIZES.num_ranks) & (ranks // SIZES.domain_size == domain)
+        least = tl.maximum(least, least_time(rank_load, tl.where(is_member, speeds, 0)))
+    return least + (least + GRAIN // 2) // GRAIN
+
+
+@triton.jit
+def _split(
+    number,  # of the scenario: 0 the load, 1 its mirror
+    loads_ptr,  # (E,) int32
+    home,  # (R,) int32: what ranks compute with every expert on its master
+    goal,
+    attempts,
+    kept,
+    slots_ptr,  # (S, R) int32, STEP apart
+    STEP: tl.constexpr,
+    SIZES: tl.constexpr,
+):
+    """rank_load (R,) where a load is split over slots; what is left and placed is in memory."""
+    NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
+    NUM_PLACES: tl.constexpr = SIZES.num_ranks * SIZES.num_slots
+    left_ptr, placed_ptr = kept.left + number * NUM_EXPERTS, kept.placed + number * (2 * NUM_PLACES)
+    index = tl.arange(0, _AT_ONCE)
+    for start in range(0, NUM_EXPERTS, _AT_ONCE):
+        experts = start + index
+        load = tl.load(loads_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+        tl.store(left_ptr + experts, load, mask=experts < NUM_EXPERTS)
+    for start in range(0, NUM_PLACES, _AT_ONCE):
+        places = start + index
+        held = tl.load(slots_ptr + places * STEP, mask=places < NUM_PLACES, other=-1)
+        tl.store(placed_ptr + places * 2, held, mask=places < NUM_PLACES)
+        tl.store(placed_ptr + places * 2 + 1, held * 0, mask=places < NUM_PLACES)
+    tl.debug_barrier()
+    return _level(home, speeds_in(attempts, SIZES), goal, left_ptr, placed_ptr, _SWEEPS, SIZES)
+
+
+@triton.jit
+def _level(
+    rank_load, speeds, goal, left_ptr, placed_ptr, SWEEPS: tl.constexpr, SIZES: tl.constexpr
+):
+    num_ranks = tl.full((), SIZES.num_ranks, tl.int32)
+    return relax(
+        speeds,
+        rank_load,
+        left_ptr,
+        placed_ptr,
+        num_ranks,
+        goal,
+        SWEEPS,
+        SIZES.num_slots,
+        SIZES.num_ranks,
+        SIZES.num_masters,
+        SIZES.block_all_ranks,
+    )
+
+
+@triton.jit
+def _pick_expert(donor, both, SIZES: tl.constexpr):
+    """What the donor computes most of, by master or slot, in both scenarios; -1 nothing.
+
+    ``both``: what is left in the worse one and in the other, what is placed there.
+    """
+    left_ptr, left_of_better, placed_ptr, placed_of_better = both
+    masters, slots = tl.arange(0, SIZES.block_masters), tl.arange(0, SIZES.block_slots)
+    is_master, is_slot = masters < SIZES.num_masters, slots < SIZES.num_slots
+    first = donor * SIZES.num_masters
+    here = tl.load(left_ptr + first + masters, mask=is_master, other=0)
+    there = tl.load(left_of_better + first + masters, mask=is_master, other=0)
+    sizes = tl.where(here > 0, here + there, 0)
+    most = tl.max(sizes, axis=0)
+    chosen = tl.min(tl.where((sizes == most) & (most > 0), masters, NOBODY), axis=0)
+    offsets = (slots * SIZES.num_ranks + donor) * 2
+    here = tl.load(placed_ptr + offsets + 1, mask=is_slot, other=0)
+    there = tl.load(placed_of_better + offsets + 1, mask=is_slot, other=0)
+    sizes = tl.where(here > 0, here + there, 0)
+    largest = tl.max(sizes, axis=0)
+    slot = tl.min(tl.where((sizes == largest) & (largest > most), slots, NOBODY), axis=0)
+    held = tl.load(placed_ptr + offsets, mask=slots == slot, other=0)
+    expert = tl.where(most > 0, first + chosen, -1)
+    return tl.where(largest > most, tl.sum(tl.where(slots == slot, held, 0), axis=0), expert)
+
+
+@triton.jit
+def _pick_slot(expert, donor, room, whole, both, SIZES: tl.constexpr):
+    """Rank and slot with most ``room`` (R,) and least that would be missed; NOBODY: none has."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
+    _, _, placed_ptr, placed_of_better = both
+    ranks = every_32nd(SIZES.block_all_ranks)
+    exists = ranks < NUM_RANKS
+    home = tl.maximum(expert, 0) // SIZES.num_masters
+    is_open = exists & (ranks // DOMAIN_SIZE == home // DOMAIN_SIZE) & (room > 0)
+    is_open = is_open & (ranks != donor) & (ranks != home)
+    score = tl.full((SIZES.block_all_ranks,), -_FAR, tl.int64)
+    chosen, holds = ranks * 0, ranks * 0
+    for slot in range(0, NUM_SLOTS):
+        offsets = (slot * NUM_RANKS + ranks) * 2
+        held = tl.load(placed_ptr + offsets, mask=exists, other=-1)
+        here = tl.load(placed_ptr + offsets + 1, mask=exists, other=0)
+        there = tl.load(placed_of_better + offsets + 1, mask=exists, other=0)
+        missed = tl.maximum(here, there).to(tl.int64)
+        left = room - 4 * missed
+        is_better = (missed <= whole // 4) & (left > score)
+        chosen = tl.where(is_better, slot, chosen)
+        score = tl.where(is_better, left, score)
+        holds |= (held == expert).to(tl.int32)
+    score = tl.where(is_open & (holds == 0), score, -_FAR)
+    most = tl.max(score, axis=0)
+    target = tl.min(tl.where((score == most) & (most > -_FAR), ranks, NOBODY), axis=0)
+    return target, at(chosen, ranks, target)
+
+
+@triton.jit
+def _put(expert, here, rank_load, left_ptr, placed_ptr, SIZES: tl.constexpr):
+    """rank_load with ``expert`` in a slot; what that computes goes back to its master."""
+    slot, target = here
+    ranks = every_32nd(SIZES.block_all_ranks)
+    pair_ptr = placed_ptr + (slot * SIZES.num_ranks + target) * 2
+    before, amount = tl.load(pair_ptr), tl.load(pair_ptr + 1)  # 0 where nothing is there
+    before = tl.maximum(before, 0)
+    left = tl.load(left_ptr + before)
+    tl.debug_barrier()  # all lanes have read
+    tl.store(left_ptr + before, left + amount)
+    tl.store(pair_ptr, expert)
+    tl.store(pair_ptr + 1, amount * 0)
+    tl.debug_barrier()
+    back = tl.where(ranks == before // SIZES.num_masters, amount, 0)
+    return rank_load + back - tl.where(ranks == target, amount, 0)
+
+
+@triton.jit
+def _new_copies(places, kept, state_ptr, SIZES: tl.constexpr):
+    """Whether each of ``places`` has another expert than before, and which."""
+    is_place = places < SIZES.num_ranks * SIZES.num_slots
+    held = tl.load(kept.placed + places * 2, mask=is_place, other=-1)
+    before = tl.load(state_ptr + RESIDENTS + places, mask=is_place, other=-1).to(tl.int32)
+    return is_place & (held != before), held
+
+
+@triton.jit
+def _total(time, after, kept, state_ptr, SIZES: tl.constexpr):
+    """Twice the cost of this batch, which takes ``time`` and all new copies, and of those to come.
+
+    Of copies where the load, not its mirror, is placed.
+    """
+    places = tl.arange(0, SIZES.block_places)
+    is_new, held = _new_copies(places, kept, state_ptr, SIZES)
+    owner = tl.maximum(held, 0) // SIZES.num_masters
+    sent = tl.histogram(owner, SIZES.block_all_ranks, mask=is_new)
+    received = tl.histogram(places % SIZES.num_ranks, SIZES.block_all_ranks, mask=is_new)
+    link = tl.max(tl.maximum(sent, received), axis=0)
+    prices = tl.load(kept.prices), tl.load(kept.prices + 1)
+    horizon = tl.load(kept.words + _HORIZON)
+    both = _cost(time, prices) + _cost(after, prices)
+    return 2 * _cost(time, prices) + 2 * prices[0] * link + horizon * both
+
+
+@triton.jit
+def _cost(time, prices):
+    """What computing takes, in the unit of ``prices``: no less than reading the experts."""
+    return tl.maximum(time * FULL, prices[1])
