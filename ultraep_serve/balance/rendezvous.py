@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ultraep_serve.balance.memory import Allocation, HandleKind, MappedMemory, Shareable, create
 from ultraep_serve.balance.slots import SlotPool
-from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.errors import FabricError, PeerTimeoutError, UltraEPError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -118,26 +118,38 @@ def map_domain(
             shareables.append(driver.share(allocation.handle))
             _close_later(shareables[-1], descriptors)
         others = rendezvous.swap(json.dumps(asdict(mine)).encode(), shareables)
+        problem: UltraEPError | None = None
         for rank, handshake in descriptors.enter_context(closing(others)):
             # one after the other: all of them together may be more than a process may open
-            with ExitStack() as once_mapped:
-                for shareable in handshake.shareables:
-                    _close_later(shareable, once_mapped)
-                theirs = _Announcement(**json.loads(handshake.layout))
-                if theirs != mine:
-                    raise FabricError(f"rank {rank} laid out its slots unlike rank {location.rank}")
-                driver.require_peer(theirs.device, rank)
-                received = []
-                for size, shareable in zip(sizes, handshake.shareables, strict=True):
-                    received.append(Allocation(driver.receive(shareable), size))
-                    once_mapped.callback(driver.release, received[-1].handle)
-                theirs_mapped = (
-                    _mapped(pool, received[:1], undo),
-                    _mapped(pool, received[1:], undo),
-                )
-                found[rank] = (*theirs_mapped, handshake.process)
+            try:
+                found[rank] = _map_theirs(pool, mine, rank, handshake, undo)
+            except UltraEPError as error:
+                problem = error  # others still wait for this rank to come
+        if problem is not None:
+            raise problem
     by_rank = (found[rank] for rank in location.domain)
     return Domain(*map(list, zip(*by_rank, strict=True)))
+
+
+def _map_theirs(
+    pool: SlotPool, mine: _Announcement, rank: int, handshake: Handshake, undo: ExitStack
+) -> tuple[int, int, int]:
+    """Addresses of another ``rank``'s signals and pool, and its process; closes descriptors."""
+    driver = pool.driver
+    with ExitStack() as once_mapped:
+        for shareable in handshake.shareables:
+            _close_later(shareable, once_mapped)
+        theirs = _Announcement(**json.loads(handshake.layout))
+        if theirs != mine:
+            raise FabricError(f"rank {rank} laid out its slots unlike this one")
+        driver.require_peer(theirs.device, rank)
+        received = []
+        sizes = [mine.signal_bytes, *mine.region_bytes]
+        for size, shareable in zip(sizes, handshake.shareables, strict=True):
+            received.append(Allocation(driver.receive(shareable), size))
+            once_mapped.callback(driver.release, received[-1].handle)
+        signals, slots = (_mapped(pool, part, undo) for part in (received[:1], received[1:]))
+        return signals, slots, handshake.process
 
 
 def of_group(location: Location, addresses: Sequence[int]) -> list[int]:
