@@ -73,7 +73,8 @@ def _is_unpacked(kit: Path) -> bool:
 
 def _extract(source: IO[bytes], folder: Path) -> None:
     with tarfile.open(fileobj=source, mode="r|xz") as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from 3.11.4 on
+        archive.extractall(folder)
 
 
 def _register(site: Path) -> None:

@@ -110,7 +110,7 @@ def test_wheel_says_version_and_entry_points(wheel: Path) -> None:
 
 def test_sdist_makes_the_same_wheel(source: Path, wheel: Path) -> None:
     archive = build("sdist", source, source.parent / "sdist")
-    shutil.unpack_archive(archive, archive.parent, filter="data")
+    subprocess.run(["tar", "-xzf", archive, "-C", archive.parent], check=True)
     unpacked = archive.parent / archive.name.removesuffix(".tar.gz")
     assert (unpacked / "CHANGELOG.md").exists()
     again = build("wheel", unpacked, source.parent / "wheel-of-sdist")

@@ -205,6 +205,7 @@ class HostBalancer:
     def forget(self) -> None:
         """Have all ranks copy anew what layers need: experts of this one may have changed."""
         self._changes += 1
+        self._choice = self._choice._replace(changes=self._changes)  # also of a batch that runs
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Send every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
