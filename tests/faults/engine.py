@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing.synchronize import Barrier
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +64,7 @@ def _meet(rank: int, server: int, config: BalanceConfig) -> BalanceConfig:
     return config
 
 
-def _rank(rank: int, board: Path, config: BalanceConfig, together: Barrier) -> None:
+def _rank(rank: int, board: Path, config: BalanceConfig, batches: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     config = _meet(rank, os.getppid(), config)
     home, timeout = config.run_path, config.timeout_seconds
@@ -82,11 +82,21 @@ def _rank(rank: int, board: Path, config: BalanceConfig, together: Barrier) -> N
     recorder.set_state(RingState.READY)
     (board / f"serving-{rank}").touch()
     while True:
-        together.wait(timeout)
+        _meet_others(batches, rank, timeout)
         if page is not None:
             recorder.set_policy(page.policy)
         recorder.count_batch(Decision.SMALL)
         time.sleep(_BATCH_SECONDS)
+
+
+def _meet_others(batches: Any, rank: int, timeout: float) -> None:
+    """Begin a batch when all have; a rank that is stopped holds no lock that others wait for."""
+    batches[rank] += 1
+    deadline = time.monotonic() + timeout
+    while min(batches) < batches[rank]:
+        if time.monotonic() > deadline:
+            raise TimeoutError("a rank does not come")
+        time.sleep(0.001)
 
 
 def _end(*_: object) -> None:
@@ -102,9 +112,9 @@ def main() -> None:
     (board / "starting").touch()
     wait_for(board / "may-start")
     fork = multiprocessing.get_context("fork")
-    together = fork.Barrier(NUM_RANKS)
+    batches = fork.RawArray("Q", NUM_RANKS)
     ranks = [
-        fork.Process(target=_rank, args=(r, board, config, together), daemon=True)
+        fork.Process(target=_rank, args=(r, board, config, batches), daemon=True)
         for r in range(NUM_RANKS)
     ]
     for rank in ranks:
