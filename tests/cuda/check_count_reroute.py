@@ -83,7 +83,7 @@ def test_strides_of_places_with_few_and_with_many_divisors(bench: Bench, places:
     ids = torch.zeros((places, 1), dtype=torch.int32)
     share = np.array([[places // 2, places - places // 2], [0, 0]], np.int32)
     slot_expert = np.array([[-1], [0]], np.int32)
-    planned = Plan(slot_expert=slot_expert, quota=share, share=share)
+    planned = Plan(slot_expert, copied=slot_expert, quota=share, share=share)
     check_count_and_reroute(bench, ids.to(bench.device), planned, 1)
 
 

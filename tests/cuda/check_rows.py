@@ -29,7 +29,7 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy) -> torch.Tensor:
     rows = []
     for rank, load in enumerate(loads):
         code = policy.code if rank == 0 else Policy.OFF.code
-        given = load, [0], [code, 0]
+        given = load, [0], [code, 0, 0]
         arguments = (torch.as_tensor(values).int().to(bench.device) for values in given)
         rows.append(row_reference(*arguments, has_load=True))
     return torch.stack(rows)

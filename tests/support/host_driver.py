@@ -49,7 +49,7 @@ class HostDriver(HostMemory):
     calls: list[str] = field(default_factory=list)  # those that may fail
     reserved: dict[int, int] = field(default_factory=dict)  # address: size
     handles: dict[int, _Memory] = field(default_factory=dict)
-    mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, handle
+    mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, which memory
     allowed: set[int] = field(default_factory=set)  # addresses of mappings
     uuid: str = "host"
     unreachable: set[str] = field(default_factory=set)  # UUIDs of other devices
@@ -105,8 +105,9 @@ class HostDriver(HostMemory):
             end <= start or start + length <= address for start, (length, _) in self.mapped.items()
         ), "mapped twice"
         flags = mmap.MAP_SHARED | MAP_FIXED
-        map_memory(address, size, _NO_ACCESS, flags, self.handles[handle].descriptor)
-        self.mapped[address] = (size, handle)
+        descriptor = self.handles[handle].descriptor
+        map_memory(address, size, _NO_ACCESS, flags, descriptor)
+        self.mapped[address] = (size, os.fstat(descriptor).st_ino)
 
     def unmap(self, address: int, size: int) -> None:
         assert address in self.mapped, "unmapped twice, or never mapped"

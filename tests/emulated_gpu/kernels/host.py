@@ -5,7 +5,6 @@ their own (``HostDriver``). While ranks are ``driven``, Triton's launches, copie
 and forks and joins of the side stream are written down in stream order; ``run`` executes them.
 """
 
-import os
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -303,8 +302,7 @@ class Cluster:
         """Memory that the driver has mapped, some of it several times."""
         cells: dict[int, int] = {}
         for rank in self.ranks:
-            for address, (size, handle) in rank.driver.mapped.items():
-                memory = os.fstat(rank.driver.handles[handle].descriptor).st_ino
+            for address, (size, memory) in rank.driver.mapped.items():
                 if memory not in cells:
                     cells[memory] = self.machine.new_cells(size, _BYTE)
                 self.machine.add_memory(address, size, rank.number, cells[memory], _BYTE)
