@@ -98,9 +98,10 @@ def test_one_memory_lies_behind_every_layers_masters(pool: SlotPool, driver: Hos
             boundary = alias[MASTERS:].data_ptr()
             assert boundary % driver.granularity == 0
             behind.setdefault(index, set()).add(driver.mapped[boundary][1])
-    handles = [handle for used in behind.values() for handle in used]
-    assert len(handles) == len(ALIASED)
-    assert handles == [region.handle for region in pool.regions]
+    memories = [memory for used in behind.values() for memory in used]
+    assert len(memories) == len(ALIASED)
+    descriptors = (driver.handles[region.handle].descriptor for region in pool.regions)
+    assert memories == [os.fstat(descriptor).st_ino for descriptor in descriptors]
     sizes = [bytes_of(tensor[0]).numel() for tensor in layers[0].tensors]
     assert pool.size == sum(round_up(SLOTS * size, driver.granularity) for size in sizes)
     for index, alias in enumerate(layers[0].tensors):
