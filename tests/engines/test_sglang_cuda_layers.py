@@ -386,11 +386,12 @@ def test_copies_are_forgotten_with_every_request_that_may_change_weights() -> No
     own._balanced = SimpleNamespace(  # type: ignore[assignment]
         balancer=SimpleNamespace(forget=lambda: forgotten.append(1))
     )
-    kinds = [getattr(io_struct, name) for name in hooks._LEAVING_WEIGHTS.split()]
-    own.requests_processed(None, None, [kind.__new__(kind) for kind in kinds])
+    # objects of the same names: SGLang's own take arguments
+    made = {name: type(name, (), {})() for name in vars(io_struct)}
+    own.requests_processed(None, None, [made[name] for name in hooks._LEAVING_WEIGHTS.split()])
     assert not forgotten
-    for kind in io_struct.UpdateWeightFromDiskReqInput, io_struct.RpcReqInput:
-        own.requests_processed(None, None, [kind.__new__(kind)])
+    for name in "UpdateWeightFromDiskReqInput", "RpcReqInput":
+        own.requests_processed(None, None, [made[name]])
     assert len(forgotten) == 2
 
 
