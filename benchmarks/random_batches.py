@@ -4,7 +4,8 @@
 
 Sizes and loads are random: tiny and empty batches, padding, skews from none to one hot expert,
 and impossible ids now and then; policies change meanwhile, and ranks are not equally fast. Slots
-are poisoned with NaN after each layer's computation, so a kernel that reads a slot too early or too
+are poisoned with NaN after each layer's computation; with ``--slot-memory per_layer`` now and then,
+when the rank also has all forget what has stayed. So a kernel that reads a slot too early or too
 late gives a wrong answer. Weights are small integers: every sum is exact, so the outputs must be
 the same bits as without balancing. Exits with 1 if any answer was wrong or the ranks disagreed.
 """
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, default=1000, help="per set-up, of 3 layers each")
     parser.add_argument("--max-tokens", type=int, default=256, help="of one source of tokens")
+    parser.add_argument("--slot-memory", default="shared", help="shared or per_layer")
     parser.add_argument("--relay", default="always", help="auto, always or never")
     args = parser.parse_args()
     rows = []
@@ -47,6 +49,7 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[s
         view=view,
         config=BalanceConfig(
             min_batch_tokens=32,
+            slot_memory=args.slot_memory,
             speeds=",".join(["1.0", *["0.8", "0.6"] * num_ranks][:num_ranks]),
         ),
         num_batches=args.batches,
@@ -63,6 +66,7 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[s
     return {
         "num_ranks": num_ranks,
         "view": view.value,
+        "slot_memory": args.slot_memory,
         "batches": args.batches,
         "layers_by_decision": first.counts(),
         "ranks_agree": all(report.decisions == first.decisions for report in reports),
@@ -73,6 +77,7 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[s
         "mean_after": float(np.mean(first.after)),
         "max_after": max(first.after),
         "bytes_sent": sum(report.bytes_sent for report in reports),
+        "kept_replicas": first.kept,
         "seconds": first.seconds,
     }
 

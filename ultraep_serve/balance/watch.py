@@ -93,8 +93,8 @@ class Watch:
 
         ``server`` is the process without which this one ends, if it can be seen from here.
         ``beats`` None: there are no other hosts. ``neighbours`` are processes by rank, 0 where one
-        cannot be seen, without which this one would wait in vain while it ``is_waiting``. ``end``
-        ends this process: its main thread may hang where no exception reaches it.
+        cannot be seen, without which this one would wait for nothing while it ``is_waiting``.
+        ``end`` ends this process: its main thread may hang where no exception reaches it.
         """
         self.seconds = seconds
         self._files, self._recorder, self._beats = files, recorder, beats

@@ -172,7 +172,7 @@ def _imbalance(document: Mapping[str, Any]) -> Text:
 def _copies(replicas: Mapping[str, Any]) -> str:
     if replicas["mean"] is None:
         return ""
-    return f"{replicas['mean']:.1f} of experts in a layer, {replicas['new']:.1f} of them new"
+    return f"{replicas['mean']:.1f} of experts in a layer, {replicas['new']:.1f} new"
 
 
 def _speeds_differ(document: Mapping[str, Any]) -> bool:

@@ -131,7 +131,8 @@ class ReplicaCount(Answer):
     mean: float | None
     max: int | None
     new: float | None
-    """Mean of those that were copied in the batch; the others stayed from batches before."""
+    """Mean of experts that were copied in the batch, a few for batches to come only; replicas that
+    were not stayed from batches before."""
 
 
 class BatchesCount(Answer):
@@ -293,7 +294,7 @@ class BatchSnapshot(Answer):
     replicas: int
     """Replicas that compute, over all layers and ranks."""
     new_replicas: int
-    """Those that were copied in the batch."""
+    """Experts that were copied in the batch, a few for batches to come only."""
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
     avoided_seconds: float

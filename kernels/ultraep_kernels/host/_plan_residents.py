@@ -35,6 +35,7 @@ from ultraep_kernels.host._plan_search import (
     Placement,
     busiest_time,
     capacities,
+    holds,
     least_time,
     level,
     place_replicas,
@@ -146,10 +147,8 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
     """The cheapest of the placements with 0, 1, 2, ... new copies: its cost, its slots (R, S)."""
     speeds = group.speeds
     slots = now.split.slots.copy()
-    time, after = (
-        busiest_time(now.split.rank_load, speeds),
-        busiest_time(other.split.rank_load, speeds),
-    )
+    time = busiest_time(now.split.rank_load, speeds)
+    after = busiest_time(other.split.rank_load, speeds)
     best = _total(time, after, slots, batches, group)
     for _ in range(MOST_NEW_COPIES):
         worse, better = now, other
@@ -205,21 +204,13 @@ def _pick_slot(
         is_near = rank // group.domain_size == home // group.domain_size
         if not is_near or rank in (donor, home) or room[rank] <= 0:
             continue
-        if _holds(slots, rank, expert):
+        if holds(slots, rank, expert):
             continue
         for slot in range(slots.shape[1]):
             missed = max(worse.split.quotas[rank, slot], better.split.quotas[rank, slot])
             if missed <= whole[rank] // 4 and room[rank] - 4 * missed > most:
                 target, chosen, most = rank, slot, room[rank] - 4 * missed
     return target, chosen
-
-
-@compiled
-def _holds(slots: IntArray, rank: int, expert: int) -> bool:
-    found = False
-    for slot in range(slots.shape[1]):
-        found |= bool(slots[rank, slot] == expert)
-    return found
 
 
 @compiled
@@ -240,14 +231,14 @@ def _merged(fresh: IntArray, residents: IntArray) -> IntArray:
     merged = residents.copy()
     for rank in range(residents.shape[0]):
         for wanted in fresh[rank]:
-            if wanted < 0 or _holds(merged, rank, wanted):
+            if wanted < 0 or holds(merged, rank, wanted):
                 continue
             chosen = -1
             for slot in range(residents.shape[1]):
                 if merged[rank, slot] < 0:
                     chosen = slot
                     break
-                if chosen < 0 and not _holds(fresh, rank, merged[rank, slot]):
+                if chosen < 0 and not holds(fresh, rank, merged[rank, slot]):
                     chosen = slot
             merged[rank, chosen] = wanted
     return merged

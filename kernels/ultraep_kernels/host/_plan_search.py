@@ -29,6 +29,7 @@ __all__ = [
     "Placement",
     "busiest_time",
     "capacities",
+    "holds",
     "least_time",
     "level",
     "place_replicas",
@@ -350,7 +351,7 @@ def _pick_target(
     target, most = -1, 0
     fitting, least = -1, 0
     for rank in range(room.size):
-        if room[rank] <= 0 or slots[rank, num_slots - 1] >= 0 or _holds(slots, rank, expert):
+        if room[rank] <= 0 or slots[rank, num_slots - 1] >= 0 or holds(slots, rank, expert):
             continue
         weighted = _weigh(room[rank], seed, step, rank)
         if weighted > most:
@@ -361,13 +362,12 @@ def _pick_target(
 
 
 @compiled
-def _holds(slots: IntArray, rank: int, expert: int) -> bool:
-    slot = 0  # slots fill in order
-    while slot < slots.shape[1] and slots[rank, slot] >= 0:
-        if slots[rank, slot] == expert:
-            return True
-        slot += 1
-    return False
+def holds(slots: IntArray, rank: int, expert: int) -> bool:
+    """Whether one of the ``slots`` (R, S) of ``rank`` has ``expert``."""
+    found = False
+    for slot in range(slots.shape[1]):
+        found |= bool(slots[rank, slot] == expert)
+    return found
 
 
 @compiled
