@@ -152,7 +152,7 @@ class BalanceConfig(Settings):
         default="auto",
         description="per_layer: each layer has slots of its own, where copies stay and later "
         "batches are spared them; shared: all layers have the same; auto: per_layer where that "
-        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory",
+        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory, on GPUs up to 16 ranks",
     )
     domain_size: int = Field(
         default=0,
