@@ -203,6 +203,7 @@ def _gains() -> str:
             "",
         ),
         _prefill(),
+        _default_batches(),
         _predicted(),
         _recorded(),
         _balanced(),
@@ -222,6 +223,25 @@ def _prefill() -> tuple[str, ...]:
         + f" → {max(each['after']['mean'] for each in found):.3f}",
         _slashed(times(*estimate(rounds(row, "off"))) for row in rows),
         _slashed(_of_ideal(row).removesuffix(" %") for row in rows) + " %",
+    )
+
+
+def _default_batches() -> tuple[str, ...]:
+    """A layer where copies stay, in batches of the size that engines schedule by default."""
+    ranks, tokens = 8, 1024
+    [row] = [
+        row
+        for row in read_document("residents")["rows"]
+        if (row["ranks"], row["tokens"], row["traffic"]) == (ranks, tokens, "the same")
+        and row["layer"].startswith("Qwen3-235B")
+    ]
+    fast, found = row["times_as_fast"], row["imbalance"]
+    return (
+        f"a layer of Qwen3-235B as served by others, {ranks} H200s, {ranks * tokens:,} tokens a "
+        "batch, predicted",
+        f"{found['off']:.2f} → {found['staying']:.3f}",
+        f"{fast['staying']:.2f}",
+        f"{100 * fast['staying'] / fast['ideal']:.0f} %",
     )
 
 
