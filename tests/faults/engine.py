@@ -107,7 +107,8 @@ def main() -> None:
     board, sidecar_port = Path(sys.argv[1]), int(sys.argv[2])
     patches = pytest.MonkeyPatch()
     patches.setattr(recorders, "HEARTBEAT_SECONDS", 0.5)
-    config = BalanceConfig(timeout_seconds=2.0, sidecar={"port": sidecar_port})
+    sidecar = {"port": sidecar_port}
+    config = BalanceConfig(timeout_seconds=2.0, slot_memory="per_layer", sidecar=sidecar)
     asked = threading.Event()
     (board / "starting").touch()
     wait_for(board / "may-start")

@@ -38,6 +38,7 @@ class Form:
     impatient: bool = False  # a wait may find its time over at any moment
     num_chunks: int = 1
     num_plans: int = 6
+    staying: bool = False  # copies stay in slots, and experts change once
     cycles: bool = False  # look for steps that repeat for ever, not for broken claims
     mistake: str = ""
 
@@ -50,7 +51,7 @@ class Form:
             "NUM_CHUNKS": self.num_chunks,
             "NUM_PLANS": self.num_plans,
         }
-        flags = {"DEVICE": self.device, "IMPATIENT": self.impatient}
+        flags = {"DEVICE": self.device, "IMPATIENT": self.impatient, "STAYING": self.staying}
         flags[f"MISTAKE_{self.mistake}"] = bool(self.mistake)
         names = [name for name, is_set in flags.items() if is_set]
         return [f"-D{name}={value}" for name, value in values.items()] + [f"-D{n}" for n in names]
@@ -60,7 +61,8 @@ class Form:
         """What tells it from others."""
         words = [f"{self.num_ranks} ranks", "device" if self.device else "host"]
         words += [f"one {self.fault}"] * (self.fault != "none")
-        words += ["impatient"] * self.impatient + ["cycles"] * self.cycles
+        words += ["impatient"] * self.impatient + ["copies stay"] * self.staying
+        words += ["cycles"] * self.cycles
         return words + [self.mistake] * bool(self.mistake)
 
 
@@ -79,12 +81,17 @@ RIGHT = (
     Form(3, impatient=True, num_plans=3),
     Form(3, device=True, num_plans=2),
     Form(3, device=True, impatient=True, num_plans=2),
+    Form(2, staying=True),
+    Form(2, staying=True, fault="dies", num_plans=4),
+    Form(2, staying=True, device=True, impatient=True, num_plans=3),
+    Form(3, staying=True, num_plans=3),
 )
 QUICK = (
     Form(2, num_chunks=2),
     Form(2, fault="dies", num_plans=3),
     Form(2, impatient=True, num_plans=3),
     Form(2, device=True, impatient=True, num_plans=3),
+    Form(2, staying=True, num_plans=4),
 )
 MISTAKES = (
     Form(2, mistake="FENCE_LEFT_OUT"),
@@ -103,6 +110,8 @@ MISTAKES = (
     Form(2, mistake="POST_AFTER_GIVING_UP", device=True, impatient=True),
     Form(2, mistake="PLAN_AFTER_GIVING_UP", device=True, impatient=True),
     Form(3, mistake="FORWARD_AFTER_GIVING_UP", device=True, impatient=True),
+    Form(2, mistake="FORGET_IS_LOST", staying=True),
+    Form(2, mistake="REPLACED_COPY_IS_READ", staying=True),
 )
 
 

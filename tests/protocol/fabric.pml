@@ -10,7 +10,9 @@
  *
  * NUM_RANKS 2 or 3. FAULT: 0 none, 1 one rank dies, 2 one rank stops (SIGSTOP) for ever.
  * IMPATIENT: whoever waits may find the time over at any moment, as if others were slow; else only
- * when nothing else can happen. MISTAKE_...: a seeded mistake, which the model must find.
+ * when nothing else can happen. STAYING: copies stay in slots of the layer, and the last rank's
+ * experts change once, which it says in its row. MISTAKE_...: a seeded mistake, which the model must
+ * find.
  */
 #ifndef NUM_RANKS
 #define NUM_RANKS 2
@@ -73,6 +75,10 @@ bool status[NUM_RANKS]; /* a bit of TIMEOUTS is set: what this rank computes is 
 #define VOID(r) false
 #endif
 #define READS(r) (computing[r] && alive[r] && !VOID(r))
+#ifdef STAYING
+#define SPEAKS_OF_CHANGES (NUM_RANKS - 1)
+byte changed; /* the epoch in which its experts did, 0 not yet */
+#endif
 byte stopped = NONE;
 bool faulty;
 hidden byte slot_expert[6 * NUM_PLACES];
@@ -238,6 +244,13 @@ inline post_row() {
 #else
 		atomic { select(choice : 0 .. NUM_PLANS - 1) }
 #endif
+#ifdef STAYING
+	:: me == SPEAKS_OF_CHANGES && changed == 0 ->
+		if
+		:: choice = 0
+		:: d_step { changed = epoch; choice = 1 } /* FORGET */
+		fi
+#endif
 	:: else -> choice = 0
 	fi;
 	peer = 0;
@@ -280,6 +293,10 @@ inline gather_rows() {
 			assert(rows[ROW(me, peer, epoch)] / NUM_PLANS == epoch); /* its row has arrived whole */
 			if
 			:: peer == SPEAKER -> choice = rows[ROW(me, peer, epoch)] % NUM_PLANS
+#if defined(STAYING) && !defined(MISTAKE_FORGET_IS_LOST)
+			:: peer == SPEAKS_OF_CHANGES && peer != SPEAKER && rows[ROW(me, peer, epoch)] % NUM_PLANS == 1 ->
+				held[0] = 0; held[1] = 0
+#endif
 			:: else
 			fi;
 #ifdef DEVICE
@@ -382,9 +399,25 @@ inline wait_slots() {
 #endif
 }
 
+#ifdef STAYING /* also what was copied in an epoch before, and is not what the experts were */
+#define EXPERT_OF(stamp) ((stamp) % 8)
+#define IS_STALE(stamp) (changed <= epoch && (stamp) / 8 < changed && EXPERT_OF(stamp) / NUM_MASTERS == SPEAKS_OF_CHANGES)
+#define STAYED(slot) (held[slot] == 0 || (pools[CHUNK(me * NUM_SLOTS + (slot), 0)] == held[slot] && !IS_STALE(held[slot])))
+#define SLOTS_ARE_RIGHT (VOID(me) || (STAYED(0) && STAYED(1)))
+#ifdef MISTAKE_REPLACED_COPY_IS_READ
+#define TAKE(slot) (held[slot] == 0 && EXPERT(me * NUM_SLOTS + (slot)) != NONE -> STAMP(EXPERT(me * NUM_SLOTS + (slot))) : held[slot])
+#else
+#define TAKE(slot) (EXPERT(me * NUM_SLOTS + (slot)) != NONE -> STAMP(EXPERT(me * NUM_SLOTS + (slot))) : held[slot])
+#endif
+#else
 #define SLOTS_ARE_RIGHT (VOID(me) || (RIGHT(me * NUM_SLOTS) && RIGHT(me * NUM_SLOTS + 1)))
+#endif
 
 inline compute() {
+#ifdef STAYING
+	d_step { held[0] = TAKE(0); held[1] = TAKE(1); assert(SLOTS_ARE_RIGHT); computing[me] = true };
+	d_step { assert(SLOTS_ARE_RIGHT); computing[me] = false }
+#else
 	d_step { assert(SLOTS_ARE_RIGHT); computing[me] = true };
 	d_step {
 		assert(SLOTS_ARE_RIGHT);
@@ -394,6 +427,7 @@ inline compute() {
 		}
 		place = 0
 	}
+#endif
 }
 
 /* ---- HostBalancer.route and the layer's computation, once per epoch */
@@ -401,6 +435,9 @@ inline compute() {
 proctype rank(byte me) {
 	byte epoch, choice, peer, behind, place;
 	byte progress[NUM_PLACES];
+#ifdef STAYING
+	byte held[NUM_SLOTS]; /* STAMP of what is in this rank's slots, 0 nothing */
+#endif
 #ifdef MISTAKE_EPOCH_REUSED
 	bool again;
 #endif
