@@ -11,7 +11,7 @@ from ultraep_serve.config import SidecarSettings
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.errors import NoServerError, UnsupportedError
 from ultraep_serve.launcher.engine import count_experts
-from ultraep_serve.sidecar.direct import ServerStatus, status_reader
+from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.listeners import listening_addresses
 from ultraep_serve.system.machine import address_of
 from ultraep_serve.system.topology import locate
@@ -150,12 +150,12 @@ def _status(connection: HTTPConnection, path: str) -> int:
 
 def _readiness(read: Callable[[], ServerStatus]) -> Finding:
     """What `ultraep-serve status` says of the ranks."""
-    name, found = "balancing", read()
-    shown = "; ".join(f"{rank}: {reason}" for rank, reason in found.reasons.items())
-    if not found.ready:
+    name, found = "balancing", read().document
+    shown = "; ".join(f"{rank}: {reason}" for rank, reason in found["reasons"].items())
+    if not found["ready"]:
         remedy = "read the engine's log for that rank; restart the server"
         return error(name, f"not ready ({shown})", remedy)
-    if found.reasons:
+    if found["reasons"]:
         remedy = "put right what it names, or refuse such a start with --on-unsupported=error"
         if "switched itself off" in shown:
             remedy = "report it with the engine's log; set a policy to balance again"
