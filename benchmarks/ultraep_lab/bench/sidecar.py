@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from ultraep_lab.bench.endpoint import Endpoint, json_object, understood
-from ultraep_serve.errors import BenchError
+from ultraep_lab.errors import BenchError
 from ultraep_serve.types import Policy
 
 __all__ = ["Sidecar"]
