@@ -44,7 +44,7 @@ def check_flags(subject: Subject) -> list[Finding]:
     return [error("flags", seen or remedy, remedy)]
 
 
-def check_hosts(subject: Subject, channels: Path = _CHANNELS) -> list[Finding]:
+def check_hosts(subject: Subject) -> list[Finding]:
     """Which ranks are on which host and in which domain, as ranks will find when they meet.
 
     Nothing where no command is given.
@@ -61,9 +61,9 @@ def check_hosts(subject: Subject, channels: Path = _CHANNELS) -> list[Finding]:
     on_hosts = f" on {ranks // here} hosts, {here} on each" if ranks > here else " here"
     in_domains = f"{ranks // domain} domains of {domain}" if ranks > domain else "one domain"
     seen = f"{ranks} ranks{on_hosts}; {in_domains}"
-    if domain > here and not (channels.is_dir() and any(channels.iterdir())):
+    if domain > here and not (_CHANNELS.is_dir() and any(_CHANNELS.iterdir())):
         seen += f", on {domain // here} hosts; no IMEX channel is here, by which GPUs reach others"
-        remedy = f"run nvidia-imex on all hosts, with a channel in {channels}, or --domain-size 0"
+        remedy = f"run nvidia-imex on all hosts, with a channel in {_CHANNELS}, or --domain-size 0"
         return [error("hosts", seen, remedy)]
     return [ok("hosts", seen)]
 
