@@ -16,7 +16,7 @@ from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import Guard
 from ultraep_serve.sidecar.routes import balance_routes, control_routes, state_routes
-from ultraep_serve.sidecar.store import NoRunError, NotHeldError, Run, RunStore
+from ultraep_serve.sidecar.store import NoRunError, Run, RunStore
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
@@ -65,7 +65,6 @@ def create_app(run_dir: Path, token: str | None, allowed_hosts: tuple[str, ...] 
     app.add_middleware(Guard, token=token, names=allowed_hosts)
     _add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
-    app.add_exception_handler(NotHeldError, _not_held)
     app.add_exception_handler(ControlError, _conflict)
     app.add_exception_handler(RequestValidationError, _wrong_values)
     return app
@@ -98,10 +97,6 @@ async def _polling(store: RunStore) -> AsyncIterator[None]:
 async def _no_run(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, NoRunError)
     return JSONResponse(error.answer.model_dump(), 503)
-
-
-async def _not_held(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, 404)
 
 
 async def _conflict(_: Request, error: Exception) -> JSONResponse:

@@ -13,7 +13,7 @@ from ultraep_serve.sidecar.figures import (
     decision_names,
     seconds_by_stage,
 )
-from ultraep_serve.sidecar.store import Held, NotHeldError
+from ultraep_serve.sidecar.store import Held
 from ultraep_serve.sidecar.window import Rows, considered
 from ultraep_serve.types import Decision, Policy
 
@@ -164,11 +164,11 @@ def _of_layer(layer: int, rows: Rows) -> dict[str, Any]:
     return {"layer": layer, "records": len(rows), **relative}
 
 
-def layer_detail(held: Held, layer: int) -> LayerDetail:
-    """MoE layer ``layer``, counted over all stages. Raises NotHeldError."""
+def layer_detail(held: Held, layer: int) -> LayerDetail | None:
+    """MoE layer ``layer``, counted over all stages; None where no records of it are held."""
     of_layer = held.rows.where(held.rows["layer"] == layer)
     if not len(of_layer):
-        raise NotHeldError(f"no records of layer {layer} are held")
+        return None
     rows = considered(of_layer)
     return LayerDetail.of(
         rows,

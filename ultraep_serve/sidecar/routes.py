@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
@@ -124,7 +124,10 @@ def balance_routes(store: RunStore) -> APIRouter:
     @router.get("/layers/{layer}", response_model=LayerDetail, responses=_NOT_HELD)
     def one_layer(layer: Layer) -> Response:
         """One MoE layer, and its plan in the newest batch: loads, replicas, times by rank."""
-        return _json(layer_detail(store.poll().held(), layer))
+        found = layer_detail(store.poll().held(), layer)
+        if found is None:
+            raise HTTPException(404, f"no records of layer {layer} are held")
+        return _json(found)
 
     return router
 

@@ -21,13 +21,9 @@ from ultraep_serve.telemetry.ring import RingHeader, RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["Held", "NoRunError", "NotHeldError", "RankView", "Run", "RunStore"]
+__all__ = ["Held", "NoRunError", "RankView", "Run", "RunStore"]
 
 _NO_RING = "no ring can be read; is the engine running?"
-
-
-class NotHeldError(Exception):
-    """No records of what was asked for are held."""
 
 
 class NoRunError(Exception):
