@@ -200,6 +200,6 @@ def test_a_server_that_switched_itself_off_keeps_its_doubt(
 
     monkeypatch.setattr(sidecar.Sidecar, "set_policy", set_and_fail)
     for _ in range(2):
-        with pytest.raises(BenchError, match="/readyz: a check failed"):
+        with pytest.raises(BenchError, match="/v1/balance: a check failed"):
             run(fake)
         assert len(fake.policies_set) == 1

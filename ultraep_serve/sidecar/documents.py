@@ -49,12 +49,10 @@ class NoBalance(Readiness):
 
 
 class ConfigAnswer(Document):
-    """The configuration in force."""
+    """How the server was started."""
 
     version: str
     """Of ultraep_serve."""
-    policy: str | None
-    """Now in force; null where unknown."""
     control_open: bool
     """Whether there is a token that gives access to control."""
     config: dict[str, Any] | None

@@ -95,14 +95,8 @@ def state_routes(store: RunStore, files: RunFiles, *, control_open: bool) -> API
 
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
-        """The policy in force, and the settings at start."""
-        run = store.poll()
-        return ConfigAnswer(
-            version=__version__,
-            policy=run.policy.value if run.policy else None,
-            control_open=control_open,
-            config=files.config(),
-        )
+        """The settings at start."""
+        return ConfigAnswer(version=__version__, control_open=control_open, config=files.config())
 
     return router
 
