@@ -40,21 +40,21 @@ class Probes:
 
 
 def agreed_costs(
-    configured: str,
+    configured: CostModel | None,
     shape: ExpertShape,
     expert_bytes: int,
     probes: Probes,
     run_layer: Callable[[int], None],
 ) -> CostModel:
-    """The ``configured`` cost model (JSON), or where it is empty the mean of what ranks measure.
+    """The ``configured`` cost model, or where there is none the mean of what ranks measure.
 
     A hop to a relay is a signal between ranks, which takes no longer than an exchange, behind what
     is sent until then.
     ``run_layer(n)`` computes and combines a batch that gives every rank ``n`` assignments. All
     ranks call this together and get the same.
     """
-    if configured:
-        return CostModel.from_json(configured)
+    if configured is not None:
+        return configured
     own = _measure_costs(shape, expert_bytes, probes, run_layer)
     measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
     agreed = probes.gather(measured).mean(axis=0)

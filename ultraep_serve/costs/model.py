@@ -114,9 +114,9 @@ class CostModel:
         return cls.from_mapping(parse_object(text, "the cost model", is_ours=True))
 
     @classmethod
-    def from_file(cls, path: Path) -> "CostModel":
+    def from_file(cls, path: str | Path) -> "CostModel":
         """Read ``to_json``'s output. Raises ConfigError, also where the file cannot be read."""
-        return cls.from_json(read_text(path, "the cost model"))
+        return cls.from_json(read_text(Path(path), "the cost model"))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "CostModel":
