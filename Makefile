@@ -71,8 +71,8 @@ test-families: setup setup-sglang
 	$(VENV)-sglang/bin/python benchmarks/families.py
 	$(VENV)/bin/python -m docs.generate.families
 
-# What the newest releases of the engines moved, and whether the adapters' contract tests pass with
-# them (docs/dev/releases.md): minutes. VLLM=path or SGLANG=path: a checkout instead, not recorded.
+# Whether the adapters' contract tests pass with the newest releases of the engines
+# (docs/dev/releases.md): minutes. VLLM=path or SGLANG=path: a checkout instead, not recorded.
 engine-next: setup setup-sglang
 ifneq ($(VLLM)$(SGLANG),)
 	$(VENV)/bin/python -m tests.engines.check_next $(VLLM:%=--vllm %) $(SGLANG:%=--sglang %)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ultraep_lab.outputs import write_json
 from ultraep_lab.this_machine import describe
-from ultraep_serve.system.files import write_json
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 

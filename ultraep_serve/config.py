@@ -39,14 +39,14 @@ _LAST_PORT = 65535
 
 
 def _read_costs(given: object) -> object:
-    """A cost model as JSON text, from JSON text, a mapping, or the name of a file."""
+    """A cost model from JSON text, a mapping, or the name of a file; None of an empty text."""
     if isinstance(given, Mapping):
-        return CostModel.from_mapping(given).to_json()
-    if not isinstance(given, str | Path) or not str(given):
+        return CostModel.from_mapping(given)
+    if not isinstance(given, str | Path):
         return given
     is_text = str(given).lstrip().startswith("{")
-    read = CostModel.from_json(str(given)) if is_text else CostModel.from_file(Path(given))
-    return read.to_json()
+    read = CostModel.from_json if is_text else CostModel.from_file
+    return read(str(given)) if str(given) else None
 
 
 def _read_speeds(given: object) -> object:
@@ -137,8 +137,8 @@ class BalanceConfig(Settings):
         description="one of so many balanced layers is checked while it serves, and balancing "
         "switches itself off where something is wrong; 0: none",
     )
-    costs: Annotated[str, BeforeValidator(_read_costs)] = Field(
-        default="",
+    costs: Annotated[CostModel | None, BeforeValidator(_read_costs)] = Field(
+        default=None,
         description="cost model that decides when moving weights pays, a JSON file (default: "
         "measured when the model is loaded)",
     )

@@ -10,12 +10,8 @@ UltraEPError
 ├── RingError         a rank's ring is missing, damaged or of another version
 ├── ControlError      the control page is missing, damaged or of another version
 ├── OutputError       a file cannot be written: choose another one
-├── TraceError        a trace cannot be read, written, made or replayed
-├── PlanError         a replayed policy made a plan that breaks a rule
-├── BenchError        a running server cannot be measured
 ├── SharedMemoryError another process locks shared memory: end it
-├── NoServerError     no balanced server runs here, or it is not clear which one is meant
-└── ServerError       a server that this package started did not come up
+└── NoServerError     no balanced server runs here, or it is not clear which one is meant
 """
 
 from collections.abc import Sequence
@@ -29,7 +25,6 @@ __all__ = [
     "POLICY_OFF",
     "SERVE_UNBALANCED",
     "TRY_NEWER",
-    "BenchError",
     "ConfigError",
     "ControlError",
     "DeviceError",
@@ -37,12 +32,9 @@ __all__ = [
     "NoServerError",
     "OutputError",
     "PeerTimeoutError",
-    "PlanError",
     "RingError",
     "SelfCheckError",
-    "ServerError",
     "SharedMemoryError",
-    "TraceError",
     "UltraEPError",
     "UnsupportedError",
 ]
@@ -126,25 +118,9 @@ class OutputError(UltraEPError):
     """A file cannot be written; the message names it."""
 
 
-class TraceError(UltraEPError, ValueError):
-    """A trace cannot be read, written, made or replayed; the message says what to change."""
-
-
-class PlanError(UltraEPError):
-    """A replayed policy made a plan that breaks a rule: a mistake in it; the message names both."""
-
-
-class BenchError(UltraEPError):
-    """The server or the sidecar could not be measured; the message says what to change."""
-
-
 class SharedMemoryError(UltraEPError, OSError):
     """Another process locks shared memory, so that nothing can start; the message names it."""
 
 
 class NoServerError(UltraEPError):
     """No balanced server runs here, or several do; the message says how to start or choose one."""
-
-
-class ServerError(UltraEPError):
-    """The server did not come up; the message holds the end of its log."""

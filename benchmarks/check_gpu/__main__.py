@@ -25,6 +25,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 sys.path[1:1] = [str(FOLDER.parent / "device"), str(ROOT), str(ROOT / "kernels")]
+sys.path.append(str(FOLDER.parent))
 
 from apart import run_apart, stop_on_terminate  # noqa: E402
 from carried import environment, missing_piece, unpack  # noqa: E402
@@ -33,7 +34,7 @@ from privacy import without_names  # noqa: E402
 from processes import CANNOT_RUN, PARTS, Part  # noqa: E402
 from report import EMULATED  # noqa: E402
 
-from ultraep_serve.system.files import write_json  # noqa: E402
+from ultraep_lab.outputs import write_json  # noqa: E402
 
 SLOW_FACTOR = 8  # times a part's limit, where a CPU plays the GPU
 LAST_LINES = 30

@@ -34,7 +34,7 @@ from parts import PARTS, Part
 
 from tests.support.interpreter import interpreted
 from tests.support.launches import KINDS, count_layers, host_microseconds_per_layer
-from ultraep_serve.system.files import write_json
+from ultraep_lab.outputs import write_json
 
 SCRIPT = Path(__file__).with_name("parts.py")
 DRY_RUN_FACTOR = 5  # times a part's time limit: the interpreter is slow

@@ -19,7 +19,7 @@ from ultraep_lab.workload_options import WorkloadOptions as Workload
 from ultraep_lab.workloads import make_trace as _make_trace
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.sidecar.direct import status
+from ultraep_serve.sidecar.status import status
 from ultraep_serve.types import IntArray, imbalance
 
 __all__ = [

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.errors import TraceError
 from ultraep_lab.integers import Integers, integer, integers
 from ultraep_lab.store import DAMAGED, MAX_BYTES, opened, read_array
 from ultraep_lab.trace import DECODE, IDS, LOADS, PREFILL, LoadTrace, Trace, count_experts
-from ultraep_serve.errors import TraceError
 from ultraep_serve.system.files import read_text
 
 __all__ = ["BASIS", "from_sglang", "from_vllm"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.errors import TraceError
+from ultraep_lab.errors import TraceError
 
 __all__ = ["Integers", "integer", "integers"]
 

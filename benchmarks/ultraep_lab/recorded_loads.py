@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.errors import TraceError
 from ultraep_lab.store import MAX_BYTES
 from ultraep_lab.trace import PREFILL, LoadTrace
-from ultraep_serve.errors import TraceError
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import IntArray, TokenView

@@ -15,9 +15,9 @@ from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_lab.comparators import PolicyFunction
 from ultraep_lab.comparators.placement import Counts
+from ultraep_lab.errors import PlanError, TraceError
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.costs.model import IntegerCosts, Transfer, transfer_of
-from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import warm_up
 from ultraep_serve.types import ExpertShape, imbalance

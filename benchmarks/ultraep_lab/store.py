@@ -18,9 +18,10 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.errors import TraceError
+from ultraep_lab.outputs import whole_file
 from ultraep_lab.trace import LoadTrace, Metadata, Trace, count_experts
-from ultraep_serve.errors import TraceError
-from ultraep_serve.system.files import open_regular, parse_object, whole_file
+from ultraep_serve.system.files import open_regular, parse_object
 
 __all__ = ["DAMAGED", "MAX_BYTES", "load_trace", "opened", "read_array", "save_trace"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.errors import TraceError
 from ultraep_lab.integers import Integers, integer, integers
-from ultraep_serve.errors import TraceError
 from ultraep_serve.types import IntArray
 
 __all__ = [

@@ -21,10 +21,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.errors import TraceError
 from ultraep_lab.integers import integers
 from ultraep_lab.store import MAX_BYTES
 from ultraep_lab.trace import LoadTrace, Trace
-from ultraep_serve.errors import TraceError
 
 __all__ = [
     "KINDS",

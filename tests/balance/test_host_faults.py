@@ -24,7 +24,8 @@ from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -122,9 +123,8 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
             _Struck.stage = fault.when if isinstance(fault.when, Stage) else Stage.EXCHANGE
             _Struck.strike = staticmethod(strike)
             patch.setattr(balancer, "Stopwatch", _Struck)
-        joined = BalancedLayers(
-            config, shape, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank, group)
-        )
+        layers = MovableLayers([layer], shape, TokenView.SHARED, run_layer)
+        joined = BalancedLayers(config, EngineRank("test", rank, group), layers)
         joined.end_loading(logging.getLogger(__name__))
         ids = torch.tensor([[0, 2 * (num_ranks - size)]], dtype=torch.int32).repeat(64, 1)
         for batch in count():

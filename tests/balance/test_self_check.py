@@ -11,7 +11,8 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 from tests.support.self_check_faults import FAULTS, FOUND, LAYERS, engine_of, experts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.proof import host
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.types import ExpertShape, TokenView
@@ -46,10 +47,8 @@ def join(
             for matrix, _ in layers:
                 matrix *= of_float16
             answers = replace(answers, compute=rounded(answers), dtype=torch.float16)
-        own = EngineRank("test", rank)
-        joined = BalancedLayers(
-            config, shape, TokenView.SHARED, layers, lambda _: None, own, answers=answers
-        )
+        described = MovableLayers(layers, shape, TokenView.SHARED, lambda _: None, answers)
+        joined = BalancedLayers(config, EngineRank("test", rank), described)
     torch.distributed.destroy_process_group()
     return [(check.name, check.warning) for check in joined.self_check.checks]
 

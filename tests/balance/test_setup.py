@@ -20,8 +20,10 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.backend import HostBackend
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.engines.common import group as joining
 from ultraep_serve.engines.common import memory
-from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.settings import why_never_balanced
@@ -118,14 +120,8 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
     config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), costs=costs)
     layer = [torch.nn.Parameter(torch.full((2, size), 1.0 + rank), False) for size in (300, 7)]
-    joined = BalancedLayers(
-        config,
-        shape,
-        view,
-        [layer],
-        lambda size: time.sleep(size * 1e-4),
-        EngineRank("test", rank, group),
-    )
+    layers = MovableLayers([layer], shape, view, lambda size: time.sleep(size * 1e-4))
+    joined = BalancedLayers(config, EngineRank("test", rank, group), layers)
     joined.mark_ready(logging.getLogger("test"))
     assert joined._setup.location.domain == location.domain
     assert not costs or RunFiles(home).costs() == GIVEN
@@ -183,10 +179,9 @@ def lose_files(rank: int, run_path: Path) -> None:
         return
     config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path))
     layer = [torch.nn.Parameter(torch.ones(4, 300), False)]
+    layers = MovableLayers([layer], SHAPE, TokenView.SHARED, lambda _: None)
     with pytest.raises(FabricError, match=f"deletes the files in {run_path} while ranks meet"):
-        BalancedLayers(
-            config, SHAPE, TokenView.SHARED, [layer], lambda _: None, EngineRank("test", rank)
-        )
+        BalancedLayers(config, EngineRank("test", rank), layers)
 
 
 def test_deleting_its_files_while_it_loads_is_an_error(run_path: Path) -> None:
@@ -213,14 +208,8 @@ def compile_for_long(rank: int, run_path: Path) -> str:
     pytest.MonkeyPatch().setattr("ultraep_serve.balance.host.fabric.WATCH_SECONDS", 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ultraep_serve.balance.host.backend._REPEATS", 1)
-        joined = BalancedLayers(
-            config,
-            shape,
-            TokenView.SHARED,
-            [layer],
-            run_layer,
-            EngineRank("test", rank, group),
-        )
+        layers = MovableLayers([layer], shape, TokenView.SHARED, run_layer)
+        joined = BalancedLayers(config, EngineRank("test", rank, group), layers)
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)
     for _ in range(3):  # as graphs are captured
         joined.balancer.route(0, ids[:4], 4)
@@ -276,16 +265,10 @@ def refuse_alone(rank: int, run_path: Path, stage: str) -> tuple[str, list[str]]
             if (rank, stage) == (1, where):
                 raise UnsupportedError("not here")
 
+    layers = MovableLayers([layer], SHAPE, TokenView.SHARED, lambda _: None)
+    pytest.MonkeyPatch().setattr(joining, "make_backend", lambda _, setup: Refusing(setup))
     with pytest.raises(UnsupportedError) as refused:
-        BalancedLayers(
-            config,
-            SHAPE,
-            TokenView.SHARED,
-            [layer],
-            lambda _: None,
-            EngineRank("test", rank, engine),
-            lambda _, setup: Refusing(setup),
-        )
+        BalancedLayers(config, EngineRank("test", rank, engine), layers)
     assert all((tensor == 1 + rank).all() and len(tensor) == 4 for tensor in layer)
     HostAllGather(engine.on_host, 30.0).gather(np.zeros(1, np.int64))  # both have come so far
     left = [thread.name for thread in threading.enumerate() if "ultraep" in thread.name]

@@ -38,7 +38,7 @@ def doctor(
 
         def found(url: str, sidecar: SidecarSettings | None = None) -> dict[str, dict[str, Any]]:
             RunFiles(path).write_config(BalanceConfig(sidecar=sidecar).to_json())
-            main(["doctor", "--port", str(urlsplit(url).port), "--json", "-"])
+            main(["doctor", "--port", str(urlsplit(url).port), "--json"])
             findings = json.loads(capsys.readouterr().out)["findings"]
             return {finding["name"]: finding for finding in findings}
 

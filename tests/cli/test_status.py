@@ -1,4 +1,4 @@
-"""`ultraep-serve status` and ``ultraep_serve.status``: the sidecar's figures without a sidecar."""
+"""`ultraep-serve status` and ``status``: the sidecar's figures without a sidecar."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from ultraep_serve.cli import main
 from ultraep_serve.cli import status as command
 from ultraep_serve.errors import ConfigError, NoServerError
 from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.sidecar.status import status
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
@@ -55,9 +56,7 @@ def test_json_is_what_the_sidecar_answers(
     assert main(["status", "--json", "--run-dir", str(tmp_path)]) == 0
     answer = without_ages(client.get("/v1/balance").text)
     assert without_ages(capsys.readouterr().out) == answer
-    assert json.loads(without_ages(json.dumps(ultraep_serve.status(run_dir=tmp_path)))) == (
-        json.loads(answer)
-    )
+    assert json.loads(without_ages(json.dumps(status(run_dir=tmp_path)))) == (json.loads(answer))
 
 
 def test_a_table_for_people(
@@ -72,7 +71,7 @@ def test_a_table_for_people(
     assert "✔ ready" in shown
     assert "vllm, data parallel, 4 ranks, policy quota" in shown
     assert "1 planned, 2 small" in shown
-    before = ultraep_serve.status(run_dir=tmp_path)["imbalance"]["before"]["mean"]
+    before = status(run_dir=tmp_path)["imbalance"]["before"]["mean"]
     assert f"{before:.2f} -> " in shown
     assert shown.count("█") > 4
     assert "summed over layers" in shown
@@ -88,7 +87,7 @@ def test_the_server_that_runs_is_found(capsys: pytest.CaptureFixture[str]) -> No
     assert printed.err.count("\n") == 1
     assert "ultraep-serve vllm MODEL" in printed.err
     with pytest.raises(NoServerError, match="start one"):
-        ultraep_serve.status()
+        status()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         directory = RunDirectory.create(name_of_run(os.getpid(), 0))
@@ -96,14 +95,14 @@ def test_the_server_that_runs_is_found(capsys: pytest.CaptureFixture[str]) -> No
             assert main(words) == 1
             assert "not ready: no ring can be read" in " ".join(capsys.readouterr().out.split())
         with pytest.raises(NoServerError, match="no ring can be read"):
-            ultraep_serve.status()
+            status()
         run = SyntheticRun(directory.path, TWO_RANKS, 2)
         run.batch()
         assert main(["status"]) == 0
         other = RunDirectory.create(name_of_run(1, 0))
         assert main(["status"]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 3
-        assert ultraep_serve.status(port=port)["num_ranks"] == 2
+        assert status(port=port)["num_ranks"] == 2
     run.close()
     other.leave()
     directory.leave()
@@ -143,13 +142,13 @@ def test_a_sidecar_elsewhere(
     assert main(["status", "--url", remote]) == 1
     assert "no ring can be read" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(NoServerError, match="no ring can be read"):
-        ultraep_serve.status(url=remote)
+        status(url=remote)
     run = SyntheticRun(tmp_path, TWO_RANKS, 2)
     run.batch()
     assert main(["status", "--url", remote]) == 0
     assert remote in capsys.readouterr().out
     assert main(["status", "--json", "--url", f"{remote}/"]) == 0
-    here, there = ultraep_serve.status(run_dir=tmp_path), capsys.readouterr().out
+    here, there = status(run_dir=tmp_path), capsys.readouterr().out
     assert without_ages(there) == without_ages(json.dumps(here))
     run.close()
 
@@ -158,11 +157,10 @@ def test_a_terminal_obeys_nothing_of_a_sidecar_elsewhere(
     tmp_path: Path, planned_run: SyntheticRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     obeyed = "\x1b]0;title\x07\x9b2J\u202e"
-    balance = {**ultraep_serve.status(run_dir=tmp_path), "engine": obeyed}
     reasons = {"ready": False, "status": "not ready", "reasons": {"0": f"failed{obeyed}"}}
+    balance = {**status(run_dir=tmp_path), "engine": obeyed, **reasons}
     other = FastAPI()
     other.get("/v1/balance")(lambda: balance)
-    other.get("/readyz")(lambda: reasons)
     with serving(other) as url:
         for words in (["status"], ["status", "--json"]):
             assert main([*words, "--url", url]) == 1
@@ -182,9 +180,9 @@ def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["status", "--url", "http://127.0.0.1:9"]) == 2
     assert "--url" in capsys.readouterr().err
     with pytest.raises(NoServerError, match="cannot be reached"):
-        ultraep_serve.status(url="http://127.0.0.1:9")
+        status(url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
-        ultraep_serve.status(url="nowhere")
+        status(url="nowhere")
 
 
 def test_it_needs_numpy_and_rich_only(tmp_path: Path, planned_run: SyntheticRun) -> None:

@@ -104,7 +104,7 @@ def test_costs_come_as_a_file_or_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(costs.to_json())
     for given in (str(file), costs.to_json(), json.loads(costs.to_json())):
-        assert BalanceConfig(costs=given).costs == costs.to_json()
+        assert BalanceConfig(costs=given).costs == costs
     for given, message in ((str(tmp_path), "cannot be read"), ({"x": 1}, "unknown costs")):
         with pytest.raises(ConfigError, match=f"costs: .*{message}"):
             BalanceConfig(costs=given)
@@ -149,7 +149,7 @@ def test_flags_override_a_file(tmp_path: Path) -> None:
     file.write_text(YAML)
     config, sidecar = of_file(file)
     assert (config.policy, config.min_batch_tokens, config.speeds) == (Policy.OFF, 17, "1.0,0.6")
-    assert json.loads(config.costs)["bytes_per_expert"] == 1 << 20
+    assert config.costs.bytes_per_expert == 1 << 20
     assert sidecar == SidecarSettings(port=8005, host="127.0.0.2")
     config, sidecar = of_file(file, "--policy", "quota", "--slots", "3", "--sidecar-port", "9000")
     assert (config.policy, config.slots, config.min_batch_tokens) == (Policy.QUOTA, 3, 17)

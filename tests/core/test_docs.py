@@ -196,10 +196,10 @@ def test_the_reference_has_every_flag_of_a_server() -> None:
 
 
 def test_the_reference_has_every_decision() -> None:
-    statistics = pytest.importorskip("ultraep_serve.sidecar.statistics")
+    figures = pytest.importorskip("ultraep_serve.sidecar.figures")
     text = (DOCS / "http.md").read_text()
-    for decision in statistics.Decision:
-        _, done, reason = statistics.decision_names(decision)
+    for decision in figures.Decision:
+        _, done, reason = figures.decision_names(decision)
         assert f"| `{done}` | `{reason}` |" in text
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_lab.outputs import prepare_output, whole_file, write_json
 from ultraep_serve.errors import OutputError
-from ultraep_serve.system.files import prepare_output, whole_file, write_json, write_whole
+from ultraep_serve.system.files import write_whole
 
 
 def write_half(path: Path) -> None:

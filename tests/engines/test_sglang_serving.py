@@ -29,8 +29,8 @@ from tests.support.waiting import until
 from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.balanced_server import BalancedServer, generate_under
+from ultraep_lab.errors import ServerError
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import ServerError
 from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.types import Policy
 

@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import checks, expert_tensors
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.group import require_one_number
+from ultraep_serve.engines.common.loaded import require_one_number
 from ultraep_serve.errors import UnsupportedError
 
 KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanced

@@ -33,9 +33,9 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.doctor import versions
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher.engine import PLUGIN_GROUPS
 from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy, TokenView
 
@@ -215,7 +215,7 @@ def test_an_engine_starts_where_another_one_was_balanced() -> None:
 
 
 def test_vllm_loads_plugins_of_the_group_that_we_register_in() -> None:
-    assert versions._GROUPS["vLLM"] == DEFAULT_PLUGINS_GROUP
+    assert PLUGIN_GROUPS["vllm"] == DEFAULT_PLUGINS_GROUP
 
 
 def test_ranks_without_a_server_start(

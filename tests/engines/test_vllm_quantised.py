@@ -166,7 +166,7 @@ def run_batch(
     home = torch.where(batch.ids < 0, -1, masters[batch.ids.long()]).int()
     with forward_pass(config, transports.everywhere(batch.x.shape[0])):
         balanced = layer.forward_modular(batch.x, batch.weights, batch.ids)
-        with stage._flow.left_alone():
+        with stage._flow.unbalanced():
             off = layer.forward_modular(batch.x, batch.weights, home)
     expected = expected_output(batch, weights)
     num_local = NUM_MASTERS + NUM_SLOTS

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.faults.injector import STAGES, Fault, inject
 from tests.faults.table import EXPECTED, faults
+from ultraep_lab.outputs import write_json
 from ultraep_lab.this_machine import describe
-from ultraep_serve.system.files import write_json
 
 
 def seen(fault: Fault) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.targets import TARGETS
-from ultraep_serve.system.files import write_json
+from ultraep_lab.outputs import write_json
 
 ROOT = Path(__file__).parents[2]
 CORPUS = Path(__file__).with_name("corpus")

@@ -22,14 +22,15 @@ from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
 from ultraep_lab.bench.endpoint import error_message, json_object
 from ultraep_lab.engine_recordings import from_vllm
+from ultraep_lab.errors import BenchError
 from ultraep_lab.store import load_trace
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
+from ultraep_serve.errors import ControlError, RingError, UltraEPError
 from ultraep_serve.launcher.engine import experts_of
+from ultraep_serve.sidecar.balance import summarise
 from ultraep_serve.sidecar.metrics import StoreCollector
-from ultraep_serve.sidecar.statistics import summarise
-from ultraep_serve.sidecar.store import NoAnswerError, RunStore
+from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.settings import read_settings
 from ultraep_serve.telemetry.control import ControlPage
@@ -127,8 +128,8 @@ def _figures(folder: Path) -> Reader:
         store = RunStore(folder)
         store.poll()
         run = store.poll()
-        with contextlib.suppress(NoAnswerError):
-            summarise(run.held()).model_dump_json()
+        with contextlib.suppress(NoRunError):
+            summarise(run).model_dump_json()
         for family in StoreCollector(store).collect():
             for sample in family.samples:  # as a scraper is sent them
                 assert isinstance(float(sample.value), float)

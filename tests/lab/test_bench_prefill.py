@@ -17,8 +17,9 @@ from tests.support.bench_fakes import TOKEN, FakeDeployment, deployed, tokenize
 from ultraep_lab.bench import sidecar
 from ultraep_lab.bench.prefill import balanced_orders, median_interval
 from ultraep_lab.commands import bench
+from ultraep_lab.errors import BenchError
 from ultraep_serve.cli import execute
-from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.types import Policy
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -199,6 +200,6 @@ def test_a_server_that_switched_itself_off_keeps_its_doubt(
 
     monkeypatch.setattr(sidecar.Sidecar, "set_policy", set_and_fail)
     for _ in range(2):
-        with pytest.raises(BenchError, match="/readyz: a check failed"):
+        with pytest.raises(BenchError, match="/v1/balance: a check failed"):
             run(fake)
         assert len(fake.policies_set) == 1

@@ -17,7 +17,7 @@ from ultraep_lab.bench.greedy_tokens import (
     generate,
 )
 from ultraep_lab.demo.report import demo_report, demo_view
-from ultraep_serve.errors import BenchError
+from ultraep_lab.errors import BenchError
 
 
 @pytest.fixture

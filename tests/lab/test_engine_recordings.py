@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ultraep_lab.engine_recordings import from_sglang, from_vllm
+from ultraep_lab.errors import TraceError
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace
 from ultraep_serve.cli import execute
-from ultraep_serve.errors import ConfigError, TraceError
+from ultraep_serve.errors import ConfigError
 
 torch = pytest.importorskip("torch")
 LAYERS, TOP_K, EXPERTS = 3, 2, 8  # layer 0 has no router

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
+from ultraep_lab.errors import TraceError
 from ultraep_lab.recorded_loads import LoadRecording
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import PREFILL, LoadTrace
 from ultraep_serve.cli import main
-from ultraep_serve.errors import TraceError
 from ultraep_serve.system.topology import Location, PipelineStage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import ExpertShape, IntArray, Policy

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ultraep_lab.comparators import POLICIES, PolicyFunction
+from ultraep_lab.errors import TraceError
 from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace, save_trace
@@ -15,7 +16,7 @@ from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_lab.workloads import Workload, make_trace
 from ultraep_serve.cli import execute
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.errors import ConfigError, TraceError, UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError
 
 POLICY_KEYS = {
     "imbalance_before",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ultraep_lab.errors import TraceError
 from ultraep_lab.store import load_trace, save_trace
 from ultraep_lab.trace import (
     DECODE,
@@ -17,7 +18,6 @@ from ultraep_lab.trace import (
     batches,
     of_phase,
 )
-from ultraep_serve.errors import TraceError
 
 
 def token_trace(num_tokens: int = 20, num_experts: int = 8) -> Trace:

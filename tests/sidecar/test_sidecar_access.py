@@ -13,13 +13,14 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from tests.support.bench_fakes import serving
+from tests.support.ring_files import create
 from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.sidecar import access
 from ultraep_serve.sidecar.access import server_settings
-from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.types import Policy
+from ultraep_serve.types import ExpertShape, Policy
 
 LIMIT = 64 << 10
 FEW, HEAD_SECONDS = 8, 0.5
@@ -107,7 +108,6 @@ def test_the_policy_is_switched_by_who_has_the_token(
     wanted = {"policy": "off", "sequence": 1, "schema_version": 3}
     assert (answer.status_code, answer.json()) == (200, wanted)
     assert engine.policy is Policy.OFF
-    assert client.get("/v1/config").json()["policy"] == "off"
     assert client.get("/v1/balance").json()["policy"] == "off"
     for wrong in ({"policy": "best"}, {}, {"policy": "off", "for": "ever"}, None):
         assert client.post("/v1/control/policy", json=wrong, headers=BEARER).status_code == 422
@@ -118,13 +118,15 @@ def test_the_policy_is_switched_by_who_has_the_token(
 def test_ideal_needs_a_server_that_was_started_for_it(
     tmp_path: Path, client: TestClient, allowed: bool
 ) -> None:
+    rank = create(tmp_path, 0, ExpertShape(1, 4, 1))
     engine = ControlPage.create(tmp_path, Policy.QUOTA, allow_ideal=allowed)
-    assert ("ideal" in client.get("/v1/config").json()["policies"]) is allowed
+    assert ("ideal" in client.get("/v1/balance").json()["policies"]) is allowed
     answer = client.post("/v1/control/policy", json={"policy": "ideal"}, headers=BEARER)
     assert answer.status_code == (200 if allowed else 409)
     assert allowed or "--allow-ideal" in answer.json()["detail"]
     assert engine.policy is (Policy.IDEAL if allowed else Policy.QUOTA)
     engine.close()
+    rank.close()
 
 
 def test_without_a_page_nothing_is_switched(client: TestClient) -> None:
@@ -147,8 +149,7 @@ FOREIGN_NAMES = (
 
 @pytest.mark.parametrize("host", [*OWN_NAMES, *FOREIGN_NAMES])
 def test_only_known_names_are_answered(host: str, tmp_path: Path) -> None:
-    options = AppOptions(allowed_hosts=("", "balance.example.com"))
-    client = TestClient(create_app(tmp_path, None, options=options))
+    client = TestClient(create_app(tmp_path, None, ("", "balance.example.com")))
     for path in ("/healthz", "/", "/v1/control/policy"):
         answer = client.get(path, headers={"Host": host})
         assert (answer.status_code == 421) == (host in FOREIGN_NAMES)

@@ -13,12 +13,12 @@ from fastapi.testclient import TestClient
 
 from tests.support.ring_files import create
 from tests.support.rings import SyntheticRun
-from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
+from tests.support.sidecar_runs import SkewedRun, reasons, samples
 from tests.support.waiting import until
 from ultraep_serve.cli import main
-from ultraep_serve.sidecar import routes
-from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.direct import status
+from ultraep_serve.sidecar import app, routes
+from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.sidecar.status import status
 from ultraep_serve.sidecar.store import Run, RunStore
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.ring import RingState
@@ -93,15 +93,15 @@ def test_a_killed_writer_is_noticed(tmp_path: Path, client: TestClient) -> None:
     assert samples(client)["ultraep_rank_up,rank=0"] == 0
 
 
-def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
+def test_a_window_keeps_what_the_ring_forgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: TestClient
+) -> None:
     skewed_run = SkewedRun(tmp_path, ring_records=16)
-    options = AppOptions(poll_seconds=0.001, max_rows=20)
-    client = TestClient(create_app(tmp_path, TOKEN, options=options))
-    for number in range(30):  # 60 records through a ring of 16 and a window of 20
+    for number in range(30):  # 60 records through a ring of 16
         skewed_run.batch(number)
         client.get("/readyz")
     balance = client.get("/v1/balance").json()
-    assert (balance["window_records"], balance["batches"]["planned"]) == (20, 30)
+    assert (balance["window_records"], balance["batches"]["planned"]) == (60, 30)
     found = samples(client)
     assert found["ultraep_records_missed_total,rank=0"] == 0
     assert found["ultraep_imbalance_ratio_count,phase=prefill,when=before"] == 60
@@ -124,15 +124,15 @@ def test_a_server_that_runs_unbalanced_says_so_everywhere(
     assert UNBALANCED in ready.json()["reasons"]["run"]
     balance = client.get("/v1/balance")
     assert balance.status_code == 503
-    assert (balance.json()["status"], balance.json()["reason"]) == ("unbalanced", UNBALANCED)
+    assert balance.json() == {**ready.json(), "detail": ready.json()["reasons"]["run"]}
     assert samples(client) == {"ultraep_unbalanced": 1}
     assert client.get("/v1/config").status_code == 200
     assert main(["status", "--run-dir", str(tmp_path)]) == 0
     assert UNBALANCED in " ".join(capsys.readouterr().out.split())
-    assert status(run_dir=tmp_path)["reason"] == UNBALANCED
+    assert status(run_dir=tmp_path)["status"] == "unbalanced"
     for content in (b"", b"\xff\xfe\n\n", b"a" * 100_000):
         (tmp_path / "unbalanced").write_bytes(content)
-        assert 0 < len(client.get("/v1/balance").json()["reason"]) < 10_000
+        assert 0 < len(client.get("/v1/balance").json()["detail"]) < 10_000
 
 
 def test_probes_are_answered_whatever_others_ask(
@@ -177,8 +177,8 @@ def test_the_thread_that_polls_survives_errors(
         return fail()
 
     monkeypatch.setattr(RunStore, "poll", poll)
-    options = AppOptions(poll_seconds=0.001)
-    with TestClient(create_app(tmp_path, None, options=options)) as client:
+    monkeypatch.setattr(app, "_POLL_SECONDS", 0.001)
+    with TestClient(create_app(tmp_path, None)) as client:
         assert thrice.wait(60)
         assert client.get("/healthz").status_code == 200
     assert sum("Too many open files" in record.getMessage() for record in caplog.records) == 1

@@ -9,7 +9,7 @@ from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, SkewedRun, samples
 from ultraep_serve.cli import main
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.sidecar.direct import status_reader
+from ultraep_serve.sidecar.status import status_reader
 from ultraep_serve.telemetry.ring import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import CheckResult, VerificationCheck

@@ -36,8 +36,8 @@ def test_all_layers_of_all_stages_are_shown(stages: list[SyntheticRun], client: 
     assert {layer["records"] for layer in balance["layers"]} == {BATCHES}
     assert balance["batches"]["planned"] == BATCHES
     assert balance["num_ranks"] == SHAPE.num_ranks
-    assert balance["host_ranks"] == [0, 1, 2, 3]
-    assert len(client.get("/v1/balance/heatmap").json()["layers"]) == sum(LAYERS)
+    assert [rank["rank"] for rank in balance["ranks"]] == [0, 1, 2, 3]
+    assert balance["last_batch"]["batch"] == BATCHES
     (newest, *_) = client.get("/v1/balance/batches").json()["batches"]
     assert sum(newest["layers"].values()) == sum(LAYERS)
 
@@ -46,5 +46,6 @@ def test_a_host_shows_the_stages_it_has(tmp_path: Path, client: TestClient) -> N
     run = SyntheticRun(tmp_path, SHAPE, LAYERS[1], pipeline=PipelineStage(1, 2))
     run.batch()
     assert client.get("/readyz").status_code == 200
-    assert client.get("/v1/balance").json()["host_ranks"] == [2, 3]
+    ranks = client.get("/v1/balance").json()["ranks"]
+    assert [rank["rank"] for rank in ranks] == [2, 3]
     run.close()

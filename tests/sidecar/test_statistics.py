@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
-from ultraep_serve.sidecar.statistics import (
-    batch_list,
-    mean_floor,
-    rank_speeds,
-    summarise,
-)
+from ultraep_serve.sidecar.balance import summarise
+from ultraep_serve.sidecar.figures import mean_floor, rank_speeds
+from ultraep_serve.sidecar.layers import batch_list
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.telemetry.reader import RingReader
@@ -28,7 +25,7 @@ SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
 def recorders(tmp_path: Path) -> Any:
     """Two ranks' recorders, and a function that reads what they wrote."""
     made = [create(tmp_path, shape=SHAPE, rank=rank, ring_records=64) for rank in (0, 1)]
-    yield made, lambda: RunStore(tmp_path).poll().held()
+    yield made, lambda: RunStore(tmp_path).poll()
     for recorder in made:
         recorder.close()
 
@@ -98,7 +95,7 @@ def test_times_are_assignments_over_speeds(recorders: Any, tmp_path: Path) -> No
     assert result.time_imbalance.after.max == 1.0
     assert [layer.time_imbalance.before.max for layer in result.layers] == [1.5, 1.0]
     assert [rank.assignments.speed for rank in result.ranks] == [1.0, 0.75]
-    rows = read().rows
+    rows = read().held().rows
     assert rows["time_before"].tolist() == [
         imbalance(*row) for row in zip(rows["load_before"], rows["speed"], strict=True)
     ]
@@ -116,7 +113,7 @@ def test_batches_are_put_together_from_layers(recorders: Any) -> None:
     write_all(made, 4, 0, [20, 20], [20, 20], Decision.BALANCED)
     write_all(made, 4, 1, [30, 10], [20, 20])
     write_all(made, 5, 0, [8, 8], [8, 8], Decision.BALANCED)
-    held = read()
+    held = read().held()
     newest, older = batch_list(held, 9, None).batches
     assert (newest.batch, older.batch) == (5, 4)
     assert older.layers == {"planned": 1, "balanced": 1}

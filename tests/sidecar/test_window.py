@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, planned
+from ultraep_serve.sidecar import window
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
@@ -49,41 +50,47 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def test_one_row_has_what_both_ranks_told_whichever_was_read_first(ranks: Ranks) -> None:
-    window = StageWindow(ranks.header, first_layer=5)
+    made = StageWindow(ranks.header, first_layer=5)
     for rank, batches in ((0, (1, 2)), (1, (1, 2, 3)), (0, (3, 4)), (1, (4,))):
         for batch in batches:
             ranks.write(rank, batch)
-        window.add(rank, ranks.read(rank))
-    assert window.rows["batch"].tolist() == [1, 2, 3, 4]
-    assert window.rows["bytes_sent"].tolist() == [[100, 101]] * 4
-    assert set(window.rows["layer"].tolist()) == {5}
+        made.add(rank, ranks.read(rank))
+    assert made.rows["batch"].tolist() == [1, 2, 3, 4]
+    assert made.rows["bytes_sent"].tolist() == [[100, 101]] * 4
+    assert set(made.rows["layer"].tolist()) == {5}
 
 
 def test_a_record_that_one_rank_lost_takes_nothing_of_the_others(ranks: Ranks) -> None:
-    window = StageWindow(ranks.header, 0)
+    made = StageWindow(ranks.header, 0)
     for rank, batches in ((0, (1, 3)), (1, (1, 2, 3))):
         for batch in batches:
             ranks.write(rank, batch)
-        window.add(rank, ranks.read(rank))
-    assert window.rows["batch"].tolist() == [1, 3]
-    assert window.rows["bytes_sent"].tolist() == [[100, 101]] * 2
+        made.add(rank, ranks.read(rank))
+    assert made.rows["batch"].tolist() == [1, 3]
+    assert made.rows["bytes_sent"].tolist() == [[100, 101]] * 2
 
 
 def test_fifteen_minutes_are_held_up_to_the_newest_row(ranks: Ranks) -> None:
-    window = StageWindow(ranks.header, 0)
+    made = StageWindow(ranks.header, 0)
     for batch, second in enumerate((1000, 1100, 1899, 1900, 2001)):
         ranks.write(0, batch, second)
-        window.add(0, ranks.read(0))
-    assert window.rows["batch"].tolist() == [2, 3, 4]
+        made.add(0, ranks.read(0))
+    assert made.rows["batch"].tolist() == [2, 3, 4]
 
 
-def test_rows_are_bounded_and_the_newest_stay(ranks: Ranks) -> None:
-    window = StageWindow(ranks.header, 0, max_rows=10)
-    before = window.rows
+def test_rows_are_bounded_and_the_newest_stay(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window, "_MAX_BYTES", 3_500)
+    made = StageWindow(ranks.header, 0)
+    before, held = made.rows, []
     for batch in range(100):
         ranks.write(0, batch)
         if batch % 7 == 6:
-            window.add(0, ranks.read(0))
-            assert window.rows["batch"].tolist() == list(range(max(0, batch - 9), batch + 1))
-            assert len(window.rows["batch"].base) <= 64
+            made.add(0, ranks.read(0))
+            batches = made.rows["batch"]
+            assert batches.tolist() == list(range(batch + 1 - len(batches), batch + 1))
+            assert len(batches.base) <= 64
+            held.append(len(batches))
+    assert 7 < max(held) == held[-1] < 20
     assert not len(before)  # what was given out stays as it was

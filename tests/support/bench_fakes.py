@@ -109,15 +109,6 @@ def completion(body: dict[str, Any]) -> dict[str, Any]:
 def sidecar_app(fake: FakeDeployment) -> FastAPI:
     app = FastAPI()
 
-    @app.get("/readyz")
-    async def ready() -> dict[str, Any]:
-        reasons = {"run": fake.doubt}
-        return {"status": "unbalanced", "reasons": reasons} if fake.doubt else {"status": "ready"}
-
-    @app.get("/v1/config")
-    async def config() -> dict[str, Any]:
-        return {"policy": fake.policy, "config": {"num_replica_slots": 2}}
-
     @app.post("/v1/control/policy")
     async def control(request: Request) -> JSONResponse:
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
@@ -136,6 +127,9 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
         records = sum(policy == "quota" for policy, _ in fake.prompts)
         layer = {"layer": 0, "records": records, "imbalance": IMBALANCE}
         return {
+            "status": "unbalanced" if fake.doubt else "ready",
+            "reasons": {"run": fake.doubt} if fake.doubt else {},
+            "policy": fake.policy,
             "imbalance": IMBALANCE if fake.balanced else {"before": NOTHING, "after": NOTHING},
             "layers": [layer] if fake.balanced else [],
             "num_ranks": 2,

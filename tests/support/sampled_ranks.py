@@ -15,7 +15,8 @@ from tests.support.faults import Rank
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.group import BalancedLayers, EngineRank
+from ultraep_serve.engines.common.group import BalancedLayers
+from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
@@ -59,9 +60,8 @@ class SampledRank:
         answers = Answers(self.compute, 4, HIDDEN, kind, torch.device("cpu"), seed)
         group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
         own = EngineRank("test", rank, group)
-        self.joined = BalancedLayers(
-            config, shape, view, self.layers, lambda _: None, own, answers=answers
-        )
+        layers = MovableLayers(self.layers, shape, view, lambda _: None, answers)
+        self.joined = BalancedLayers(config, own, layers)
         self.state = Rank(self.joined.balancer, shape, lambda _: None)  # type: ignore[arg-type]
         self.page, self.files = ControlPage.open(run_path), RunFiles(run_path)
 

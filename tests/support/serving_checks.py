@@ -24,8 +24,8 @@ from ultraep_lab.demo.balanced_server import (
     generate_under,
     mixed_prompts,
 )
+from ultraep_lab.errors import BenchError
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import BenchError
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.types import Policy
 
@@ -233,7 +233,7 @@ def check_two_hosts(first: BalancedServer, second: BalancedServer, num_layers: i
     check = check_tokens(first, PROMPTS, concurrency=len(PROMPTS))  # fewer steps: they are slow
     assert check.same == check.prompts == len(PROMPTS)
     seen = [balance(host) for host in (first, second)]
-    assert [one["host_ranks"] for one in seen] == [[0, 1], [2, 3]]
+    assert [[rank["rank"] for rank in one["ranks"]] for one in seen] == [[0, 1], [2, 3]]
     assert seen[0]["imbalance"] == seen[1]["imbalance"]
     for one in seen:
         assert (one["num_ranks"], len(one["layers"])) == (4, num_layers)

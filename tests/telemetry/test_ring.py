@@ -12,7 +12,7 @@ from tests.support.ring_files import create, planned, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import (
     RingState,
 )
@@ -120,12 +120,12 @@ def test_states_and_heartbeat_decide_who_is_alive(tmp_path: Path) -> None:
     assert reader.header().state is RingState.STARTING
     recorder.set_state(RingState.READY)
     beat = reader.header().heartbeat_ns
-    assert reader.header().alive(beat + 4_000_000_000, ALIVE_SECONDS)
-    assert not reader.header().alive(beat + 6_000_000_000, ALIVE_SECONDS)
-    assert not reader.header().alive(beat - 60_000_000_000, ALIVE_SECONDS)  # of an earlier boot
+    assert reader.header().alive(beat + 4_000_000_000)
+    assert not reader.header().alive(beat + 6_000_000_000)
+    assert not reader.header().alive(beat - 60_000_000_000)  # of an earlier boot
     recorder.close()
     assert reader.header().state is RingState.STOPPED
-    assert not reader.header().alive(beat, ALIVE_SECONDS)
+    assert not reader.header().alive(beat)
     recorder = create(tmp_path)
     recorder.set_state(RingState.FAILED)
     recorder.close()

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -14,7 +13,6 @@ from ultraep_serve.cli import Parser, serve
 from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import Finding, Status, Subject, diagnose
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.system.files import prepare_output, write_json
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.system.terminal import printable
 from ultraep_serve.types import Policy
@@ -22,20 +20,17 @@ from ultraep_serve.types import Policy
 __all__ = ["add_arguments", "run"]
 
 SCHEMA_VERSION = 1
-_STANDARD_OUTPUT = Path("-")
 _MARKS = {Status.OK: "✔", Status.WARNING: "!", Status.ERROR: "✘"}
 
 
 class DoctorFlags(Settings):
-    """A server that runs, and where the result goes."""
+    """A server that runs, and how to show the result."""
 
     port: int | None = Field(
         default=None, ge=1, le=65535, description="port of a server that runs on this machine"
     )
-    json_file: Path | None = Field(
-        default=None,
-        validation_alias="json",
-        description="write the result to FILE as JSON; - prints it instead of the table",
+    as_json: bool = Field(
+        default=False, validation_alias="json", description="print the result as JSON"
     )
 
 
@@ -57,14 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
     flags = DoctorFlags.from_flags(arguments)
-    path = flags.json_file
-    if path is not None and path != _STANDARD_OUTPUT:
-        prepare_output(path)
     serving = arguments.serving
     findings = diagnose(_served(serving) if serving else Subject(port=flags.port))
-    if path is not None and path != _STANDARD_OUTPUT:
-        write_json(path, _document(findings))
-    if path == _STANDARD_OUTPUT:
+    if flags.as_json:
         print(json.dumps(_document(findings), indent=2))
     else:
         print(printable("\n".join(map(_lines, findings))))

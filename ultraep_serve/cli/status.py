@@ -5,7 +5,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.sidecar.direct import ServerStatus, status_reader
+from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.system.terminal import printable
 
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(_REFRESH_SECONDS)
             found = read()
             show(found)
-    return 0 if found.ready else 1
+    return 0 if found.document["ready"] else 1
 
 
 @contextlib.contextmanager
@@ -98,10 +97,9 @@ def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
 
 def status_view(found: ServerStatus) -> RenderableType:
     """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank."""
-    found = replace(found, reasons=printable(found.reasons))
     document = printable(found.document)
     if "engine" not in document:  # unbalanced, or no rank has joined yet
-        return Group(_state(found, document), Text(found.where, style="dim"))
+        return Group(_state(document), Text(found.where, style="dim"))
     about = (
         f"{document['engine']}, {document['mode']} parallel, {document['num_ranks']} ranks, "
         f"policy {document['policy'] or 'not known yet'}"
@@ -118,19 +116,18 @@ def status_view(found: ServerStatus) -> RenderableType:
     title = Text(about, style="bold")
     where = Text(found.where, style="dim")
     of_ranks = Group(Text(_OF_RANKS, style="dim"), _ranks(document))
-    return Group(_state(found, document), title, where, Text(), figures, Text(), of_ranks)
+    return Group(_state(document), title, where, Text(), figures, Text(), of_ranks)
 
 
-def _state(found: ServerStatus, document: Mapping[str, Any]) -> Text:
-    if document.get("status") == "unbalanced":
-        return Text(f"! {document['detail']}", style="yellow")
-    if found.ready and found.reasons:
-        return Text(f"! {'; '.join(found.reasons.values())}", style="bold red")
-    if found.ready:
+def _state(document: Mapping[str, Any]) -> Text:
+    if document["ready"] and document["reasons"]:
+        style = "bold red" if "engine" in document else "yellow"
+        return Text(f"! {'; '.join(document['reasons'].values())}", style=style)
+    if document["ready"]:
         return Text("✔ ready", style="green")
     reasons = (
         reason if rank == "run" else f"rank {rank}: {reason}"
-        for rank, reason in found.reasons.items()
+        for rank, reason in document["reasons"].items()
     )
     return Text(f"✘ not ready: {'; '.join(reasons)}", style="bold red")
 

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["LEAST_ROWS", "LineFit", "Probes", "agreed_costs", "fit", "probe_loads"]
+__all__ = ["LEAST_ROWS", "Probes", "agreed_costs", "fit", "probe_loads"]
 
 _LOGGER = logging.getLogger(__name__)
 LEAST_ROWS = 96  # of an expert, from which its kernel runs as in a prefill
@@ -41,21 +40,21 @@ class Probes:
 
 
 def agreed_costs(
-    configured: str,
+    configured: CostModel | None,
     shape: ExpertShape,
     expert_bytes: int,
     probes: Probes,
     run_layer: Callable[[int], None],
 ) -> CostModel:
-    """The ``configured`` cost model (JSON), or where it is empty the mean of what ranks measure.
+    """The ``configured`` cost model, or where there is none the mean of what ranks measure.
 
     A hop to a relay is a signal between ranks, which takes no longer than an exchange, behind what
     is sent until then.
     ``run_layer(n)`` computes and combines a batch that gives every rank ``n`` assignments. All
     ranks call this together and get the same.
     """
-    if configured:
-        return CostModel.from_json(configured)
+    if configured is not None:
+        return configured
     own = _measure_costs(shape, expert_bytes, probes, run_layer)
     measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
     agreed = probes.gather(measured).mean(axis=0)
@@ -74,35 +73,15 @@ def _measure_costs(
     sizes = [rows * shape.num_masters for rows in probes.rows_per_master]
     run_layer(sizes[0])
     samples = [(float(size), probes.seconds(partial(run_layer, size))) for size in sizes]
-    line = _line_through(samples)
+    per_assignment, base = fit(samples)
     return CostModel(
-        seconds_per_assignment=line.slope,
-        base_seconds=line.intercept,
+        seconds_per_assignment=per_assignment,
+        base_seconds=base,
         bytes_per_expert=expert_bytes,
         exchange_seconds=probes.exchange(),
         link_bytes_per_second=expert_bytes / probes.send_expert(),
         plan_seconds=probes.plan(),
     )
-
-
-def _line_through(samples: Sequence[tuple[float, float]]) -> "LineFit":
-    """``fit``, or where noise hides how times grow, all of the largest batch's time as its work's.
-
-    A start must not fail because the machine was busy, least of all on one rank while the others
-    wait for it.
-    """
-    try:
-        line = fit(samples)
-    except ConfigError as error:
-        work, seconds = samples[-1]
-        _LOGGER.warning("ultraep: costs are an upper bound: %s", error)
-        return LineFit(seconds / work, 0.0, float("inf"))
-    if line.worst_relative_error > _LARGEST_ERROR:
-        _LOGGER.warning(
-            "ultraep: costs are rough: experts' times are up to %.0f %% off a line; give --costs",
-            100 * line.worst_relative_error,
-        )
-    return line
 
 
 def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
@@ -112,45 +91,28 @@ def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
     return loads
 
 
-@dataclass(frozen=True)
-class LineFit:
-    """``seconds = intercept + slope * work``, and how far the measurements are from it."""
+def fit(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """``seconds_per_assignment`` and ``base_seconds``, of (assignments, seconds) of one layer.
 
-    slope: float  # seconds per unit of work
-    intercept: float  # seconds, >= 0
-    worst_relative_error: float  # of the measured seconds
-
-
-def fit(samples: Sequence[tuple[float, float]]) -> LineFit:
-    """Least squares through (assignments of the busiest rank, seconds of the layer).
-
-    The slope is ``seconds_per_assignment``, the intercept ``base_seconds``. Errors are relative to
-    the measurement, so that small batches matter as much as large ones. Where the intercept would
-    be below zero, the line goes through zero.
-
-    Raises:
-        ConfigError: fewer than two different amounts of work, values that are not positive, or
-            times that do not grow with the work.
+    That is the line of least squares, of errors relative to the measurement, so that small batches
+    matter as much as large ones; it does not go below zero. Where noise hides how times grow, all
+    of the largest batch's time counts as its work's: a start must not fail because the machine was
+    busy, least of all on one rank while the others wait for it.
     """
-    work, seconds = np.array(samples, np.float64).reshape(-1, 2).T
-    if np.unique(work).size < 2:
-        raise ConfigError(f"{work.size} samples do not make a line; measure two sizes or more")
-    if not (np.isfinite(work).all() and np.isfinite(seconds).all()):
-        raise ConfigError("measurements must be finite numbers")
-    if (work < 0).any() or (seconds <= 0).any():
-        raise ConfigError("work must be 0 or more and seconds more than 0")
-    weights = 1 / seconds
-    design = np.stack([np.ones_like(work), work], 1) * weights[:, None]
-    # Columns of like size: assignments are thousands, and the solver's cut-off is relative.
-    scale = np.abs(design).max(0)
-    solution, *_ = np.linalg.lstsq(design / scale, np.ones_like(work), rcond=None)
-    intercept, slope = (solution / scale).tolist()
-    if intercept < 0:
-        ratio = work * weights
-        intercept, slope = 0.0, float(ratio.sum() / (ratio**2).sum())
+    work, seconds = np.array(samples, np.float64).T
+    weights = seconds**-2
+    middle, level = (np.average(values, weights=weights) for values in (work, seconds))
+    slope = weights @ ((work - middle) * (seconds - level)) / (weights @ (work - middle) ** 2)
+    base = level - slope * middle
+    if base < 0:
+        base, slope = 0.0, (work / seconds).sum() / ((work / seconds) ** 2).sum()
     if not slope > 0:
-        raise ConfigError(
-            "the measured times do not grow with the work; measure longer, over a wider range"
+        _LOGGER.warning("ultraep: costs are an upper bound: times do not grow with the work")
+        return float(seconds[-1] / work[-1]), 0.0
+    error = (np.abs(base + slope * work - seconds) / seconds).max()
+    if error > _LARGEST_ERROR:
+        _LOGGER.warning(
+            "ultraep: costs are rough: experts' times are up to %.0f %% off a line; give --costs",
+            100 * error,
         )
-    errors = np.abs(intercept + slope * work - seconds) / seconds
-    return LineFit(slope, intercept, float(errors.max()))
+    return float(slope), float(base)

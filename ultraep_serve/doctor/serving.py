@@ -11,7 +11,7 @@ from ultraep_serve.config import SidecarSettings
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.errors import NoServerError, UnsupportedError
 from ultraep_serve.launcher.engine import count_experts
-from ultraep_serve.sidecar.direct import ServerStatus, status_reader
+from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.listeners import listening_addresses
 from ultraep_serve.system.machine import address_of
 from ultraep_serve.system.topology import locate
@@ -44,7 +44,7 @@ def check_flags(subject: Subject) -> list[Finding]:
     return [error("flags", seen or remedy, remedy)]
 
 
-def check_hosts(subject: Subject, channels: Path = _CHANNELS) -> list[Finding]:
+def check_hosts(subject: Subject) -> list[Finding]:
     """Which ranks are on which host and in which domain, as ranks will find when they meet.
 
     Nothing where no command is given.
@@ -61,9 +61,9 @@ def check_hosts(subject: Subject, channels: Path = _CHANNELS) -> list[Finding]:
     on_hosts = f" on {ranks // here} hosts, {here} on each" if ranks > here else " here"
     in_domains = f"{ranks // domain} domains of {domain}" if ranks > domain else "one domain"
     seen = f"{ranks} ranks{on_hosts}; {in_domains}"
-    if domain > here and not (channels.is_dir() and any(channels.iterdir())):
+    if domain > here and not (_CHANNELS.is_dir() and any(_CHANNELS.iterdir())):
         seen += f", on {domain // here} hosts; no IMEX channel is here, by which GPUs reach others"
-        remedy = f"run nvidia-imex on all hosts, with a channel in {channels}, or --domain-size 0"
+        remedy = f"run nvidia-imex on all hosts, with a channel in {_CHANNELS}, or --domain-size 0"
         return [error("hosts", seen, remedy)]
     return [ok("hosts", seen)]
 
@@ -150,12 +150,12 @@ def _status(connection: HTTPConnection, path: str) -> int:
 
 def _readiness(read: Callable[[], ServerStatus]) -> Finding:
     """What `ultraep-serve status` says of the ranks."""
-    name, found = "balancing", read()
-    shown = "; ".join(f"{rank}: {reason}" for rank, reason in found.reasons.items())
-    if not found.ready:
+    name, found = "balancing", read().document
+    shown = "; ".join(f"{rank}: {reason}" for rank, reason in found["reasons"].items())
+    if not found["ready"]:
         remedy = "read the engine's log for that rank; restart the server"
         return error(name, f"not ready ({shown})", remedy)
-    if found.reasons:
+    if found["reasons"]:
         remedy = "put right what it names, or refuse such a start with --on-unsupported=error"
         if "switched itself off" in shown:
             remedy = "report it with the engine's log; set a policy to balance again"

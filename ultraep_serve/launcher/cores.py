@@ -4,7 +4,6 @@ Engines bind each rank to a NUMA node of its own, and refuse to start where ther
 """
 
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 __all__ = ["cores_of_ranks"]
@@ -12,25 +11,23 @@ __all__ = ["cores_of_ranks"]
 _SYSTEM = Path("/sys/devices/system")
 
 
-def cores_of_ranks(
-    num_ranks: int, allowed: Collection[int] | None = None, system: Path = _SYSTEM
-) -> list[list[int]]:
+def cores_of_ranks(num_ranks: int) -> list[list[int]]:
     """CPU numbers of each rank; none where each can have a NUMA node, and the engine binds it.
 
     Physical cores, in the order of their nodes, are shared out in equal runs, one hardware thread
     of each. Linux numbers second threads behind the first ones of all sockets, so CPU numbers alone
     say nothing. Where there are fewer cores than ranks, ranks share them.
-    ``allowed`` CPU numbers are those of this process where None: its affinity follows control
-    groups, Kubernetes' static CPU manager, and CPUs that are switched off.
+    Only this process's CPUs count: its affinity follows control groups, Kubernetes' static CPU
+    manager, and CPUs that are switched off.
     """
     node_of = {
         cpu: int(folder.name.removeprefix("node"))
-        for folder in (system / "node").glob("node[0-9]*")
+        for folder in (_SYSTEM / "node").glob("node[0-9]*")
         for cpu in _numbers(folder / "cpulist")
     }
     threads: dict[int, int] = {}  # by core: the first one that may be used
-    for cpu in sorted(os.sched_getaffinity(0) if allowed is None else allowed):
-        siblings = system / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = _SYSTEM / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list"
         threads.setdefault(min(_numbers(siblings), default=cpu), cpu)
     cores = sorted(threads.values(), key=lambda cpu: (node_of.get(cpu, 0), cpu))
     if num_ranks <= len({node_of.get(cpu, 0) for cpu in cores}):

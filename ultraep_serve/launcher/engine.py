@@ -18,6 +18,7 @@ from ultraep_serve.system.files import parse_object, read_object
 
 __all__ = [
     "NO_LORA",
+    "PLUGIN_GROUPS",
     "EngineCommand",
     "RankCount",
     "Requirement",
@@ -34,6 +35,7 @@ __all__ = [
     "unmet",
 ]
 
+PLUGIN_GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}  # entry points
 NO_LORA = "LoRA on experts is not there yet; drop --enable-lora"
 
 # An attribute's name (dots lead further inside); its valid value, several of them, or a function
@@ -133,11 +135,12 @@ def unmet(subject: object, requirements: Iterable[Requirement]) -> str | None:
     return None
 
 
-def check_plugin(engine: str, group: str) -> None:
+def check_plugin(engine: str) -> None:
     """Refuse to start ``engine`` ("vllm" or "sglang") where it would not load this package.
 
-    ``group`` of its entry points. Raises ConfigError.
+    Raises ConfigError.
     """
+    group = PLUGIN_GROUPS[engine]
     if not entry_points(group=group, name=PLUGIN):
         raise ConfigError(
             f"{group} does not register {PLUGIN}: the engine would not load it; install "

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable
 
 from ultraep_serve.system.environment import engine_variable
 
@@ -38,13 +37,13 @@ def check() -> None:
             warnings.warn(f"ultraep: {engine} would not balance here: {problem}", stacklevel=2)
 
 
-def left_out(engine: str, filter_of: Callable[[str], str | None] = engine_variable) -> str | None:
+def left_out(engine: str) -> str | None:
     """Why ``engine`` ("vllm" or "sglang") does not load this plugin, if its user said so.
 
     vLLM takes names as they stand, and none from an empty filter; SGLang strips them, and takes an
-    empty filter for none. ``filter_of`` reads a variable, by default this process's.
+    empty filter for none.
     """
-    named = filter_of(_FILTERS[engine])
+    named = engine_variable(_FILTERS[engine])
     if named is None or (engine == "sglang" and not named):
         return None
     names = named.split(",")

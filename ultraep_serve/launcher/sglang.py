@@ -43,7 +43,6 @@ MISSING = (
     "deploy/setup_sglang_cpu.py"
 )
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
-_GROUP = "sglang.srt.plugins"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -83,7 +82,7 @@ def _check(parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> N
         check_cpu_experts(parsed.model, parsed.quantization, "a GPU")
     if config.policy is Policy.OFF:
         return
-    check_plugin("sglang", _GROUP)
+    check_plugin("sglang")
     check_experts(parsed.model, "SGLang", config, count_ranks(parsed).total)
     _check_parallelism(parsed)
     lora = ("lora_paths", None, f"{NO_LORA} and --lora-paths")

@@ -39,7 +39,6 @@ __all__ = [
 
 DEFAULT_PORT = 8000
 MISSING = "vLLM is not installed here; pip install '.[vllm]' in a checkout"
-_GROUP = "vllm.general_plugins"  # of entry points
 _HEADLESS = "ultraep_serve.engines.vllm.headless"
 _ADDITIONAL = "--additional-config"
 _CACHE = "--kv-cache-memory-bytes"
@@ -93,7 +92,7 @@ def _check(parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) 
             check_cpu_experts(parsed.model, parsed.quantization, "a CPU with AMX")
     if config.policy is Policy.OFF:
         return
-    check_plugin("vllm", _GROUP)
+    check_plugin("vllm")
     check_experts(parsed.model, "vLLM", config, ranks.in_stage)
     _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
     if config.on_unsupported == "error":

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from anyio import to_thread
@@ -17,14 +16,14 @@ from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import Guard
 from ultraep_serve.sidecar.routes import balance_routes, control_routes, state_routes
-from ultraep_serve.sidecar.store import NoAnswerError, Run, RunStore
-from ultraep_serve.telemetry.reader import ALIVE_SECONDS
+from ultraep_serve.sidecar.store import NoRunError, Run, RunStore
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["AppOptions", "StateLog", "create_app"]
+__all__ = ["StateLog", "create_app"]
 
 _LOGGER = logging.getLogger("ultraep_serve.sidecar")
+_POLL_SECONDS = 0.5
 _MAX_THREADS = 8
 _MAX_REASONS = 4  # in a line of the log
 _DESCRIPTION = """
@@ -42,37 +41,18 @@ take too much memory. Requests that change something need the control token as
 """
 
 
-@dataclass(frozen=True)
-class AppOptions:
-    """Periods and limits."""
-
-    poll_seconds: float = 0.5  # between polls in the background
-    heartbeat_limit_seconds: float = ALIVE_SECONDS  # without one for longer, a rank is not alive
-    max_rows: int | None = None  # held of each pipeline stage; None: as many as have room
-    allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
-
-
-def create_app(
-    run_dir: Path,
-    token: str | None,
-    *,
-    options: AppOptions | None = None,
-) -> FastAPI:
+def create_app(run_dir: Path, token: str | None, allowed_hosts: tuple[str, ...] = ()) -> FastAPI:
     """The application over the rings in ``run_dir``, which need not exist yet.
 
-    ``token`` gives access to control (None or empty: nobody has it).
+    ``token`` gives access to control (None or empty: nobody has it); ``allowed_hosts`` are names by
+    which it may be called, beside its own.
     """
-    options = options or AppOptions()
-    store = RunStore(
-        run_dir,
-        heartbeat_limit_seconds=options.heartbeat_limit_seconds,
-        max_rows=options.max_rows,
-    )
+    store = RunStore(run_dir)
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lambda _: _polling(store, options),
+        lifespan=lambda _: _polling(store),
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
@@ -82,16 +62,16 @@ def create_app(
         control_routes(store, run_dir),
     ):
         app.include_router(router)
-    app.add_middleware(Guard, token=token, names=options.allowed_hosts)
+    app.add_middleware(Guard, token=token, names=allowed_hosts)
     _add_pages(app)
-    app.add_exception_handler(NoAnswerError, _no_answer)
+    app.add_exception_handler(NoRunError, _no_run)
     app.add_exception_handler(ControlError, _conflict)
     app.add_exception_handler(RequestValidationError, _wrong_values)
     return app
 
 
 @contextlib.asynccontextmanager
-async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
+async def _polling(store: RunStore) -> AsyncIterator[None]:
     """Poll the rings and log changes of state while the application serves."""
     # More threads would only wait for each other, and each takes memory.
     to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
@@ -99,7 +79,7 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
 
     def run() -> None:
         known = ""
-        while not stopping.wait(options.poll_seconds):
+        while not stopping.wait(_POLL_SECONDS):
             try:
                 state_log.update(store.poll())
             except Exception as error:  # without this thread records would be missed for good
@@ -114,9 +94,9 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
     thread.join()
 
 
-async def _no_answer(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, NoAnswerError)
-    return JSONResponse(error.document, error.status)
+async def _no_run(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, NoRunError)
+    return JSONResponse(error.answer.model_dump(), 503)
 
 
 async def _conflict(_: Request, error: Exception) -> JSONResponse:

@@ -24,12 +24,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ultraep_serve.sidecar.proof import failures, verified_layers
-from ultraep_serve.sidecar.statistics import decision_names, mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.figures import decision_names, mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.proof import verification_of
 from ultraep_serve.sidecar.store import Held, RankView, RunStore
 from ultraep_serve.sidecar.window import BOUNDS, Totals, considered
 from ultraep_serve.telemetry.ring import RingHeader
-from ultraep_serve.types import Decision, Stage, VerificationCheck
+from ultraep_serve.types import Decision, Stage
 
 __all__ = ["StoreCollector"]
 
@@ -147,21 +147,23 @@ def _of_run(held: Held) -> Iterator[Metric]:
 
 
 def _proof(held: Held) -> Iterator[Metric]:
-    for name, text, count in (
-        ("verified_layers", "Layers of batches that were checked while serving.", verified_layers),
-        (
-            "verification_failures",
-            "Checks of layers, on ranks of this host, that failed.",
-            failures,
-        ),
-    ):
-        counts = {check: count(held.headers, check) for check in VerificationCheck}
-        samples = (((check.name.lower(),), number) for check, number in counts.items())
-        yield _counter(name, text, samples, "check")
+    found = verification_of(held.headers, is_off=bool(held.switched_off))
+    yield _counter(
+        "verified_layers",
+        "Layers of batches that were checked while serving.",
+        (((check,), count.layers) for check, count in found.by_check.items()),
+        "check",
+    )
+    yield _counter(
+        "verification_failures",
+        "Checks of layers, on ranks of this host, that failed.",
+        (((check,), count.failures) for check, count in found.by_check.items()),
+        "check",
+    )
     yield _gauge(
         "switched_off",
         "1 when a failed check has switched balancing off, until somebody sets a policy.",
-        bool(held.switched_off),
+        found.switched_off,
     )
 
 

@@ -1,17 +1,66 @@
 """What proves that a run answers right: its self-check at start, and samples while it serves."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
-from ultraep_serve.sidecar.documents import (
-    SelfCheckPart,
-    SelfCheckSnapshot,
-    VerificationCount,
-    VerificationSnapshot,
-)
+from ultraep_serve.sidecar.documents import Answer
 from ultraep_serve.telemetry.ring import RingHeader, SelfCheck, SelfCheckOutcome
 from ultraep_serve.types import Policy, VerificationCheck
 
-__all__ = ["failures", "self_check_of", "switched_off", "verification_of", "verified_layers"]
+__all__ = [
+    "SelfCheckSnapshot",
+    "VerificationSnapshot",
+    "self_check_of",
+    "switched_off",
+    "verification_of",
+]
+
+
+class SelfCheckPart(Answer):
+    """One check of the self-check."""
+
+    name: str
+    """kernels or copies; settings, where these leave nothing to balance."""
+    seconds: float
+    detail: str
+    """What was checked; where it failed, what was found."""
+    warning: str
+    """What to look at, though it passed; empty where there is nothing."""
+
+
+class SelfCheckSnapshot(Answer):
+    """What the server checked of itself before it took requests."""
+
+    result: Literal["passed", "off", "failed"] | None
+    """Null until all ranks of this host have ended it. off: nothing but costs was
+    looked at."""
+    seconds: float
+    """Of all checks together."""
+    checks: list[SelfCheckPart]
+
+
+class VerificationCount(Answer):
+    """What one kind of check has seen since the start."""
+
+    layers: int
+    """Layers of batches that were checked."""
+    failures: int
+    """Over the ranks of this host."""
+
+
+class VerificationSnapshot(Answer):
+    """Layers of batches that were checked while they were served, since the start."""
+
+    layers: int
+    """As of the kind of check that has seen most."""
+    failures: int
+    """Of all kinds, over the ranks of this host."""
+    by_check: dict[str, VerificationCount]
+    """assignments, slots, plans, answers."""
+    seconds: float
+    """That the checks took on the rank which spent most."""
+    switched_off: bool
+    """A failure has switched balancing off, and nobody has set a policy since."""
 
 
 def self_check_of(headers: Sequence[RingHeader]) -> SelfCheckSnapshot:
@@ -24,15 +73,7 @@ def self_check_of(headers: Sequence[RingHeader]) -> SelfCheckSnapshot:
     return SelfCheckSnapshot(
         result=shown.outcome.value,
         seconds=round(shown.seconds, 6),
-        checks=[
-            SelfCheckPart(
-                name=check.name,
-                seconds=check.seconds,
-                detail=check.detail,
-                warning=check.warning,
-            )
-            for check in shown.checks
-        ],
+        checks=[SelfCheckPart(**vars(check)) for check in shown.checks],
     )
 
 
@@ -43,28 +84,18 @@ def _weight(found: SelfCheck) -> tuple[bool, bool, bool, float]:
     return outcome is SelfCheckOutcome.FAILED, is_off, has_warning, found.seconds
 
 
-def verified_layers(headers: Iterable[RingHeader], check: VerificationCheck) -> int:
-    """Layers of batches that were sampled; ranks of a pipeline stage sample the same ones."""
-    most: dict[int, int] = {}
-    for header in headers:
-        stage, count = header.pipeline_stage, header.verified_layers[check]
-        most[stage] = max(most.get(stage, 0), count)
-    return sum(most.values())
-
-
-def failures(headers: Iterable[RingHeader], check: VerificationCheck) -> int:
-    """Samples that failed, over all ranks."""
-    return sum(header.verification_failures[check] for header in headers)
-
-
 def verification_of(headers: Sequence[RingHeader], *, is_off: bool) -> VerificationSnapshot:
     """The samples of the ranks with ``headers``; ``is_off`` is ``switched_off``."""
-    by_check = {
-        check.name.lower(): VerificationCount(
-            layers=verified_layers(headers, check), failures=failures(headers, check)
+    by_check = {}
+    for check in VerificationCheck:
+        most: dict[int, int] = {}  # by pipeline stage, whose ranks sample the same layers
+        for header in headers:
+            stage, count = header.pipeline_stage, header.verified_layers[check]
+            most[stage] = max(most.get(stage, 0), count)
+        failures = sum(header.verification_failures[check] for header in headers)
+        by_check[check.name.lower()] = VerificationCount(
+            layers=sum(most.values()), failures=failures
         )
-        for check in VerificationCheck
-    }
     return VerificationSnapshot(
         layers=max(count.layers for count in by_check.values()),
         failures=sum(count.failures for count in by_check.values()),

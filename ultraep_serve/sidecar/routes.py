@@ -1,12 +1,11 @@
 """The endpoints: state, balance, and control of the policy."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
@@ -16,19 +15,16 @@ from pydantic import BaseModel
 from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import MAX_BODY_BYTES
+from ultraep_serve.sidecar.balance import BalanceSnapshot, summarise
 from ultraep_serve.sidecar.documents import (
-    BalanceSnapshot,
-    BatchList,
     ConfigAnswer,
-    Heatmap,
-    History,
-    LayerDetail,
+    NoBalance,
     PolicyAnswer,
     PolicyRequest,
     Readiness,
 )
+from ultraep_serve.sidecar.layers import BatchList, LayerDetail, batch_list, layer_detail
 from ultraep_serve.sidecar.metrics import StoreCollector
-from ultraep_serve.sidecar.statistics import batch_list, heatmap, history, layer_detail, summarise
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -49,7 +45,7 @@ Before = Annotated[
 Layer = Annotated[int, InPath(ge=0, le=1 << 30)]
 
 _Responses = dict[int | str, dict[str, Any]]
-_NO_RUN: _Responses = {503: {"description": "no ring can be read, or it runs unbalanced"}}
+_NO_RUN: _Responses = {503: {"model": NoBalance}}
 _NOT_HELD: _Responses = {404: {"description": "no records of it are held"}}
 _REFUSALS: _Responses = {
     401: {"description": "the token is missing or wrong"},
@@ -81,14 +77,8 @@ def state_routes(store: RunStore, files: RunFiles, *, control_open: bool) -> API
         on_unsupported=off says that serving matters more than balancing, and a probe that failed
         would end the serving. So is one whose balancing has switched itself off.
         """
-        run = await to_thread.run_sync(store.poll, limiter=prober)
-        is_off = run.ready and bool(run.unbalanced or run.switched_off)
-        answer = Readiness(
-            ready=run.ready,
-            status="unbalanced" if is_off else "ready" if run.ready else "not ready",
-            reasons=run.reasons,
-        )
-        return JSONResponse(answer.model_dump(), status_code=200 if run.ready else 503)
+        found = (await to_thread.run_sync(store.poll, limiter=prober)).readiness
+        return JSONResponse(found.model_dump(), status_code=200 if found.ready else 503)
 
     @router.get(
         "/metrics",
@@ -105,15 +95,8 @@ def state_routes(store: RunStore, files: RunFiles, *, control_open: bool) -> API
 
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
-        """The policy in force, the policies that may be set, and the settings at start."""
-        run = store.poll()
-        return ConfigAnswer(
-            version=__version__,
-            policy=run.policy.value if run.policy else None,
-            policies=[one.value for one in Policy if one is not Policy.IDEAL or run.allows_ideal],
-            control_open=control_open,
-            config=files.config(),
-        )
+        """The settings at start."""
+        return ConfigAnswer(version=__version__, control_open=control_open, config=files.config())
 
     return router
 
@@ -124,18 +107,8 @@ def balance_routes(store: RunStore) -> APIRouter:
 
     @router.get("", response_model=BalanceSnapshot)
     def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
-        """Imbalance, replicas, bytes, times and savings over the last 15 minutes, or less."""
-        return _json(summarise(store.poll().held(), since_ns, policy))
-
-    @router.get("/heatmap", response_model=Heatmap)
-    def heat() -> Response:
-        """Load of the ranks in each layer, the busiest of each batch first, over their mean."""
-        return _json(heatmap(store.poll().held()))
-
-    @router.get("/history", response_model=History)
-    def over_time() -> Response:
-        """Imbalance over the last 15 minutes."""
-        return _json(history(store.poll().held(), int(time.time())))
+        """Readiness, imbalance, replicas, bytes and savings over the last 15 minutes, or less."""
+        return _json(summarise(store.poll(), since_ns, policy))
 
     @router.get("/batches", response_model=BatchList)
     def batches(limit: Limit = 20, before: Before = None) -> Response:
@@ -145,7 +118,10 @@ def balance_routes(store: RunStore) -> APIRouter:
     @router.get("/layers/{layer}", response_model=LayerDetail, responses=_NOT_HELD)
     def one_layer(layer: Layer) -> Response:
         """One MoE layer, and its plan in the newest batch: loads, replicas, times by rank."""
-        return _json(layer_detail(store.poll().held(), layer))
+        found = layer_detail(store.poll().held(), layer)
+        if found is None:
+            raise HTTPException(404, f"no records of layer {layer} are held")
+        return _json(found)
 
     return router
 

@@ -19,7 +19,7 @@ import uvicorn
 from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.access import server_settings
-from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
@@ -106,8 +106,8 @@ def serve(
         )
     with _listen(host, port) as listener:
         _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
-        options = AppOptions(allowed_hosts=(host, *settings.allowed_hosts.split(",")))
-        limits = server_settings(create_app(run_dir, token, options=options))
+        names = (host, *settings.allowed_hosts.split(","))
+        limits = server_settings(create_app(run_dir, token, names))
         config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)

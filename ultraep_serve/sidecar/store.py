@@ -10,54 +10,30 @@ from typing import NamedTuple
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError, RingError
-from ultraep_serve.sidecar.documents import RankState
+from ultraep_serve.sidecar.documents import NoBalance, RankState, Readiness
 from ultraep_serve.sidecar.proof import switched_off
 from ultraep_serve.sidecar.window import Rows, StageWindow, Totals, considered
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.ring import RingHeader, RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["Held", "NoAnswerError", "NoRunError", "NotHeldError", "RankView", "Run", "RunStore"]
+__all__ = ["Held", "NoRunError", "RankView", "Run", "RunStore"]
 
 _NO_RING = "no ring can be read; is the engine running?"
 
 
-class NoAnswerError(Exception):
-    """There is nothing to answer with."""
+class NoRunError(Exception):
+    """There are no figures: no ring can be read, or the server runs unbalanced."""
 
-    status = 503
-
-    @property
-    def document(self) -> dict[str, str]:
-        """What is answered instead."""
-        return {"detail": str(self)}
-
-
-class NoRunError(NoAnswerError):
-    """No ring can be read: the engine has not started or has ended."""
-
-
-class UnbalancedError(NoRunError):
-    """The server runs, but plainly: it could not be balanced, and its operator allowed that."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"this server runs without balancing: {reason}")
-        self.reason = reason
-
-    @property
-    def document(self) -> dict[str, str]:
-        """Also for programs."""
-        return {"detail": str(self), "status": "unbalanced", "reason": self.reason}
-
-
-class NotHeldError(NoAnswerError):
-    """No records of what was asked for are held."""
-
-    status = 404
+    def __init__(self, run: "Run") -> None:
+        """``answer`` is what is said instead of figures."""
+        detail = run.reasons["run"] if run.unbalanced else _NO_RING
+        super().__init__(detail)
+        self.answer = NoBalance(**vars(run.readiness), detail=detail)
 
 
 @dataclass(frozen=True)
@@ -110,8 +86,23 @@ class Run:
     def reasons(self) -> dict[str, str]:
         """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
         if self.unbalanced:
-            return {"run": str(UnbalancedError(self.unbalanced))}
+            return {"run": f"this server runs without balancing: {self.unbalanced}"}
         return self.problems or ({"run": self.switched_off} if self.switched_off else {})
+
+    @property
+    def readiness(self) -> Readiness:
+        """As it is answered."""
+        is_off = self.ready and bool(self.unbalanced or self.switched_off)
+        return Readiness(
+            ready=self.ready,
+            status="unbalanced" if is_off else "ready" if self.ready else "not ready",
+            reasons=self.reasons,
+        )
+
+    @property
+    def policies(self) -> list[str]:
+        """Those that may be put in force."""
+        return [one.value for one in Policy if one is not Policy.IDEAL or self.allows_ideal]
 
     @property
     def switched_off(self) -> str:
@@ -125,10 +116,8 @@ class Run:
 
     def held(self) -> Held:
         """Headers and rows. Raises NoRunError."""
-        if self.unbalanced:
-            raise UnbalancedError(self.unbalanced)
-        if self.readable is None:
-            raise NoRunError(_NO_RING)
+        if self.unbalanced or self.readable is None:
+            raise NoRunError(self)
         return self.readable
 
 
@@ -175,13 +164,13 @@ class RingFollower:
         self._missed = 0 if self.has_new_writer else self._missed + (not is_first) * poll.missed
         return poll.records
 
-    def view(self, now_ns: int, heartbeat_limit_seconds: float, num_ranks: int) -> RankView:
+    def view(self, now_ns: int, num_ranks: int) -> RankView:
         """The rank at ``now_ns`` (CLOCK_MONOTONIC), in a run of ``num_ranks``."""
         header = self.header
         if header is None:
             state = RankState(rank=self._number, missed=self._missed)
             return RankView(state, None, self.error)
-        alive = header.alive(now_ns, heartbeat_limit_seconds)
+        alive = header.alive(now_ns)
         state = RankState(
             rank=self._number,
             pid=header.pid,
@@ -211,17 +200,9 @@ def _problem(header: RingHeader, alive: bool, now_ns: int, num_ranks: int) -> st
 class RunStore:
     """Follows all rings of ``run_dir``, which need not exist; any thread may poll."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        heartbeat_limit_seconds: float = ALIVE_SECONDS,
-        max_rows: int | None = None,
-    ) -> None:
-        """Hold ``max_rows`` of each pipeline stage; None: as many as have room."""
+    def __init__(self, run_dir: Path) -> None:
         self._run = Run({"run": "the rings were not read yet"})  # at the last poll
         self._run_dir, self._files = run_dir, RunFiles(run_dir)
-        self._limit, self._max_rows = heartbeat_limit_seconds, max_rows
         self._rings: dict[int, RingFollower] = {}  # by number, all that were found
         self._windows: dict[int, StageWindow] = {}  # by pipeline stage
         self._totals = Totals.none()
@@ -259,7 +240,7 @@ class RunStore:
     def _add(self, header: RingHeader, records: RecordArray) -> None:
         window = self._windows.get(header.pipeline_stage)
         if window is None:
-            window = StageWindow(header, self._first_layer(header), self._max_rows)
+            window = StageWindow(header, self._first_layer(header))
             self._windows[header.pipeline_stage] = window
         if header.shape == window.shape:  # others are reported as a problem
             new = considered(window.add(header.rank, records))
@@ -308,7 +289,7 @@ class RunStore:
         lowest readable one.
         """
         headers = [ring.header for ring in self._rings.values() if ring.header is not None]
-        headers.sort(key=lambda header: (not header.alive(now_ns, self._limit), header.number))
+        headers.sort(key=lambda header: (not header.alive(now_ns), header.number))
         chosen: dict[int, RingHeader] = {}
         for header in headers:
             if header.shape == headers[0].shape:
@@ -324,7 +305,7 @@ class RunStore:
         firsts = sorted({number - number % size for number in self._rings})  # of each stage here
         numbers = [first + rank for first in firsts for rank in header.location.host]
         rings = [self._rings.get(n) or RingFollower(self._files.ring(n), n) for n in numbers]
-        return [ring.view(now_ns, self._limit, size) for ring in rings]
+        return [ring.view(now_ns, size) for ring in rings]
 
     def _control(self) -> _Control:
         try:

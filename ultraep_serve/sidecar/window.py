@@ -5,7 +5,7 @@ first; bytes and times are each rank's own. Rows are kept for 15 minutes, up to 
 fewer where many ranks and experts make them large.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,13 @@ class Rows:
         """The first of these, by name of column."""
         return {name: self[name][0] for name in self._columns}
 
+    def by(self, values: NDArray[Any]) -> "Iterator[tuple[int, Rows]]":
+        """Every one of ``values`` (n,), ascending, and the rows that have it, in order."""
+        order = np.argsort(values, kind="stable")
+        found, starts = np.unique(values[order], return_index=True)
+        for value, places in zip(found.tolist(), np.split(order, starts[1:]), strict=False):
+            yield value, self.at(places)
+
     @classmethod
     def together(cls, parts: "list[Rows]") -> "Rows":
         """Those of all ``parts``, ordered by time."""
@@ -111,7 +118,7 @@ def imbalances(
 class StageWindow:
     """The rows of one pipeline stage, whose layers count over all stages."""
 
-    def __init__(self, header: RingHeader, first_layer: int, max_rows: int | None = None) -> None:
+    def __init__(self, header: RingHeader, first_layer: int) -> None:
         """``header`` is that of any rank of the stage, ``first_layer`` the number of its first."""
         self.shape, self._domain_size = header.shape, header.location.domain_size
         self._num_layers, self._first_layer = header.num_layers, first_layer
@@ -121,7 +128,7 @@ class StageWindow:
         row_bytes = sum(
             buffer.itemsize * int(np.prod(buffer.shape[1:])) for buffer in self._buffers.values()
         )
-        self._max_rows = max_rows or max(1, _MAX_BYTES // row_bytes)
+        self._max_rows = max(1, _MAX_BYTES // row_bytes)
 
     @property
     def rows(self) -> Rows:

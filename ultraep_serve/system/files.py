@@ -5,9 +5,7 @@ import errno
 import json
 import os
 import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,65 +15,23 @@ from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
 __all__ = [
     "SharedFile",
+    "errors_naming",
     "named_once",
     "open_own_directory",
     "open_regular",
     "parse_object",
-    "prepare_output",
     "read_object",
     "read_private",
     "read_text",
-    "whole_file",
-    "write_json",
+    "replacement",
     "write_whole",
 ]
 
 _MOST_TEXT = 64 << 20  # bytes; a text of prompts is the largest
 
 
-def prepare_output(path: Path) -> None:
-    """Make the directory of ``path``; call it before the work, so that no result is lost.
-
-    Raises OutputError where ``path`` could not be written.
-    """
-    with _errors_naming(path):
-        if path.is_dir():
-            raise IsADirectoryError("it is a directory")
-        if path.exists() and not _is_replaced(path):
-            if not os.access(path, os.W_OK):
-                raise PermissionError("this user may not write to it")
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-
-
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to; it becomes ``path`` at the end, or is removed on any error.
-
-    Readers see the old file or the whole new one. A ``path`` that is a link, a device or a pipe
-    stays one: what was written is copied to it. Raises OutputError when the file system refuses.
-    """
-    prepare_output(path)
-    if _is_replaced(path):
-        with _replacement(path) as part:
-            yield part
-        return
-    with _errors_naming(path), tempfile.TemporaryDirectory() as folder:
-        yield (part := Path(folder, path.name))
-        # Opened by name: the kernel then refuses links that others left in a shared directory.
-        with part.open("rb") as source, path.open("wb") as target:
-            shutil.copyfileobj(source, target)
-
-
-def _is_replaced(path: Path) -> bool:
-    """Whether ``path`` is a regular file, or nothing yet."""
-    return not path.is_symlink() and (path.is_file() or not path.exists())
-
-
-@contextmanager
-def _errors_naming(path: Path) -> Iterator[None]:
+def errors_naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -83,11 +39,11 @@ def _errors_naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _replacement(path: Path) -> Iterator[Path]:
+def replacement(path: Path) -> Iterator[Path]:
     """A path beside ``path``, whatever that is; it takes its place, or is removed on any error."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with _errors_naming(path):
+        with errors_naming(path):
             yield part
             part.replace(path)
     finally:
@@ -98,16 +54,10 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` for other processes of this user; in place of ``path``, also where that is
     a link that somebody left there. Raises OutputError, also where there is no such directory.
     """
-    with _replacement(path) as part:
+    with replacement(path) as part:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
             file.write(content)
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Write ``document`` as indented JSON through ``whole_file``. Raises OutputError."""
-    with whole_file(path) as part:
-        part.write_bytes(f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
 
 def parse_object(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import engine_variable
-from ultraep_serve.system.versions import VersionOf, installed_version
+from ultraep_serve.system.versions import installed_version
 
 __all__ = ["Unfit", "require_fit_packages", "unfit_packages"]
 
@@ -19,21 +19,21 @@ class Unfit(NamedTuple):
     stops: bool
 
 
-def unfit_packages(module: str, version_of: VersionOf = installed_version) -> list[Unfit]:
+def unfit_packages(module: str) -> list[Unfit]:
     """For the engine ``module`` ("vllm" or "sglang"), from package metadata alone."""
     found = []
-    if _is_older(triton := version_of("triton"), (3, 7)):
+    if _is_older(triton := installed_version("triton"), (3, 7)):
         seen = f"Triton {triton} does not compile the kernels of balancing"
         found.append(Unfit("triton", seen, "pip install 'triton>=3.7'", True))
     if module != "vllm":
         return found
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        nccl = version_of(name)
+        nccl = installed_version(name)
         if _is_older(nccl, (2, 29, 7)) and not engine_variable("VLLM_NCCL_SO_PATH"):
             seen = f"vLLM takes no NCCL {nccl}, in silence; data-parallel ranks fail without one"
             found.append(Unfit("nccl", seen, f"pip install '{name}>=2.29.7'", False))
     sampler = engine_variable("VLLM_USE_FLASHINFER_SAMPLER")
-    if not version_of("flashinfer-python") and sampler != "0":
+    if not installed_version("flashinfer-python") and sampler != "0":
         seen = "vLLM's sampler needs FlashInfer, which is missing"
         remedy = "pip install flashinfer-python, or set VLLM_USE_FLASHINFER_SAMPLER=0"
         found.append(Unfit("flashinfer", seen, remedy, True))

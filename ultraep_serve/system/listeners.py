@@ -8,40 +8,41 @@ from pathlib import Path
 
 __all__ = ["listener", "listening_addresses", "listening_processes"]
 
+_PROC = Path("/proc")
 _LISTENING = "0A"
 
 
-def listening_processes(port: int, proc: Path = Path("/proc")) -> list[int]:
+def listening_processes(port: int) -> list[int]:
     """Ids of the processes that listen on TCP ``port``, as far as that is to be seen.
 
     Processes of other users show their sockets to root alone, those of other containers to nobody.
     """
-    sockets = _sockets(port, proc)
-    processes = proc.glob("[0-9]*") if sockets else ()
+    sockets = _sockets(port)
+    processes = _PROC.glob("[0-9]*") if sockets else ()
     return [int(process.name) for process in processes if _held(process, sockets)]
 
 
-def listening_addresses(port: int, process: int, proc: Path = Path("/proc")) -> list[str]:
+def listening_addresses(port: int, process: int) -> list[str]:
     """Addresses by which this machine reaches ``process``, as far as it listens on TCP ``port``."""
-    sockets = _sockets(port, proc)
-    return sorted({_reached_by(sockets[link]) for link in _held(proc / str(process), sockets)})
+    sockets = _sockets(port)
+    return sorted({_reached_by(sockets[link]) for link in _held(_PROC / str(process), sockets)})
 
 
-def listener(port: int, proc: Path = Path("/proc")) -> str | None:
+def listener(port: int) -> str | None:
     """Process id and command of who listens on TCP ``port``; None where that is not to be seen."""
-    for process in listening_processes(port, proc):
+    for process in listening_processes(port):
         with suppress(OSError):
-            command = (proc / str(process) / "comm").read_text(errors="replace").strip()
+            command = (_PROC / str(process) / "comm").read_text(errors="replace").strip()
             return f"process {process} ({command})"
     return None
 
 
-def _sockets(port: int, proc: Path) -> dict[str, str]:
+def _sockets(port: int) -> dict[str, str]:
     """Addresses of the sockets that listen on ``port``, as the kernel writes them, by link."""
     found = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
-            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
                 _, local, _, state, *_, inode = line.split()[:10]
                 address, _, number = local.rpartition(":")
                 if state == _LISTENING and int(number, 16) == port:

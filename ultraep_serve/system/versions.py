@@ -22,7 +22,6 @@ __all__ = [
     "Installed",
     "NewerEngine",
     "Package",
-    "VersionOf",
     "installed_engines",
     "installed_version",
     "require_parameters",
@@ -30,7 +29,6 @@ __all__ = [
     "why_not_loaded",
 ]
 
-VersionOf = Callable[[str], str | None]  # of a distribution; None where it is missing
 NewerEngine: TypeAlias = Literal["refuse", "try"]
 
 
@@ -163,11 +161,11 @@ def versions_here(engine: str) -> dict[str, str]:
     return {"python": python, **{name: v for name, v in found.items() if v is not None}}
 
 
-def installed_engines(version_of: VersionOf = installed_version) -> list[Installed]:
+def installed_engines() -> list[Installed]:
     """The engines of this environment, from package metadata alone; each engine once."""
     found: dict[str, Installed] = {}
     for package in PACKAGES:
-        version = version_of(package.name)
+        version = installed_version(package.name)
         if version is None or package.engine in found:
             continue
         is_cpu_build = package is VLLM and "cpu" in version  # built from source

@@ -20,6 +20,7 @@ from ultraep_serve.telemetry.record import padded, record_dtype
 from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, Stage, VerificationCheck
 
 __all__ = [
+    "ALIVE_SECONDS",
     "HEADER_BYTES",
     "HEADER_DTYPE",
     "MAGIC",
@@ -48,6 +49,7 @@ RING_RECORDS = 4096  # that a server's rank keeps for the sidecar
 MAX_RANKS = 4096
 _MAX_SLOTS = 1024
 MAX_EXPERTS = 1 << 20
+ALIVE_SECONDS = 5.0  # a writer without a heartbeat for longer is not alive
 _DETAIL = 240  # characters of a check's texts, fewer where all together have no room
 
 
@@ -218,14 +220,14 @@ class RingHeader:
         """Seconds between the last batch and ``now_ns`` (CLOCK_MONOTONIC); None before any."""
         return (now_ns - self.last_batch_ns) / 1e9 if self.last_batch_ns else None
 
-    def alive(self, now_ns: int, limit_seconds: float) -> bool:
+    def alive(self, now_ns: int) -> bool:
         """Whether the last heartbeat is recent and the writer has not failed, stopped or died.
 
         A heartbeat from the future was written before a reboot: not alive.
         """
         age = self.heartbeat_age_seconds(now_ns)
         running = self.state in (RingState.STARTING, RingState.READY)
-        return running and not self.dead and -limit_seconds < age < limit_seconds
+        return running and not self.dead and -ALIVE_SECONDS < age < ALIVE_SECONDS
 
     @property
     def dead(self) -> bool:

@@ -174,7 +174,8 @@ def name_of_run(process: int, number: int) -> str:
 
 def process_of_run(path: Path) -> int | None:
     """The first process of a run; None where that is in another namespace of processes."""
-    found = re.fullmatch(rf"p(\d+)-{process_namespace():x}-.*", path.name[len(_path_of("").name) :])
+    name = rf"ultraep-{os.getuid()}-p(\d+)-{process_namespace():x}-.*"
+    found = re.fullmatch(name, path.name)
     return int(found[1]) if found else None
 
 
@@ -239,9 +240,9 @@ def _path_of(name: str) -> Path:
     return SHARED_MEMORY / f"ultraep-{os.getuid()}-{name}"
 
 
-def _own(beginning: str = "") -> list[Path]:
+def _own() -> list[Path]:
     """Directories that are this user's; others may make entries of such names too."""
-    return sorted(filter(_is_own, SHARED_MEMORY.glob(f"{_path_of(beginning).name}*")))
+    return sorted(filter(_is_own, SHARED_MEMORY.glob(_path_of("*").name)))
 
 
 def _is_own(path: Path) -> bool:

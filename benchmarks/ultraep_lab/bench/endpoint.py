@@ -9,7 +9,8 @@ from weakref import WeakSet
 
 import httpx
 
-from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
+from ultraep_lab.errors import BenchError
+from ultraep_serve.errors import ConfigError, UltraEPError
 
 __all__ = ["Endpoint", "error_message", "json_object", "understood"]
 

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from ultraep_lab.bench.endpoint import Endpoint, error_message, json_object, understood
-from ultraep_serve.errors import BenchError, ConfigError
+from ultraep_lab.errors import BenchError
+from ultraep_serve.errors import ConfigError
 
 __all__ = ["FirstToken", "Server"]
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ultraep_lab.bench.endpoint import Endpoint, json_object
-from ultraep_serve.errors import BenchError, ConfigError
+from ultraep_lab.errors import BenchError
+from ultraep_serve.errors import ConfigError
 
 __all__ = ["LIKELIEST", "ROUNDING", "Generation", "TokenComparison", "compare_tokens", "generate"]
 

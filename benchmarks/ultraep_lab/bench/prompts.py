@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ultraep_serve.errors import BenchError, ConfigError
+from ultraep_lab.errors import BenchError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_text
 
 __all__ = ["MAX_ROUNDS", "CommonWords", "FileText", "Openings", "PromptSource", "fitted_prompt"]

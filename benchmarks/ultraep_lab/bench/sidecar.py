@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from ultraep_lab.bench.endpoint import Endpoint, json_object, understood
-from ultraep_serve.errors import BenchError
+from ultraep_lab.errors import BenchError
 from ultraep_serve.types import Policy
 
 __all__ = ["Sidecar"]
@@ -48,13 +48,14 @@ class Sidecar(Endpoint):
         Raises BenchError when the sidecar does not say, and where balancing has switched itself
         off, which setting a policy would hide.
         """
-        state = json_object(self.call("GET", "/readyz"))
-        if state.get("status") == "unbalanced":
-            raise BenchError(f"{self.url}/readyz: {state['reasons'].get('run')}")
-        name = self._object("GET", "/v1/config").get("policy")
+        answer = self.call("GET", "/v1/balance")
+        balance = json_object(answer if answer.status_code == 503 else self._checked(answer))
+        if balance.get("status") == "unbalanced":
+            raise BenchError(f"{self.url}/v1/balance: {balance['reasons'].get('run')}")
+        name = balance.get("policy")
         if not isinstance(name, str):
             raise BenchError(
-                f"{self.url}/v1/config names no policy in force: the engine is still loading or "
+                f"{self.url}/v1/balance names no policy in force: the engine is still loading or "
                 "was started with --policy off; wait, or start it with balancing on"
             )
         with understood(self.url):

@@ -23,9 +23,9 @@ from ultraep_lab.demo.models import make_model, served_type
 from ultraep_lab.demo.report import demo_report, demo_view
 from ultraep_lab.demo.spec import ModelSpec
 from ultraep_lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.outputs import write_json
 from ultraep_lab.progress import Progress
 from ultraep_lab.words import Seconds
-from ultraep_serve.system.files import write_json
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
 

@@ -17,6 +17,7 @@ from ultraep_lab.arguments import (
     show,
 )
 from ultraep_lab.comparators import POLICIES, policy_function
+from ultraep_lab.errors import PlanError
 from ultraep_lab.machines import (
     HARDWARE,
     MODELS,
@@ -33,7 +34,6 @@ from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace, in_order, of_ph
 from ultraep_lab.verdict import SLOT_MEMORY, Verdict, chosen, judge, words
 from ultraep_lab.words import Each, Listed
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import PlanError
 from ultraep_serve.system.settings import Settings
 
 __all__ = ["add_arguments", "run"]

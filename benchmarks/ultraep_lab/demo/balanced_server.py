@@ -27,9 +27,10 @@ from ultraep_lab.bench.prefill import PrefillOptions
 from ultraep_lab.bench.prefill_report import measure_with_progress, prefill_document
 from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.errors import ServerError
 from ultraep_lab.progress import Progress
 from ultraep_lab.this_machine import free_port
-from ultraep_serve.errors import ConfigError, ServerError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles

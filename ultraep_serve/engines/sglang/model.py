@@ -28,13 +28,12 @@ from torch import nn
 from ultraep_serve.balance.agreement import unanimous
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.group import (
-    BalancedLayers,
+from ultraep_serve.engines.common.group import BalancedLayers, start_balancing
+from ultraep_serve.engines.common.loaded import (
     EngineRank,
     Execution,
     LoadedLayers,
     require_one_number,
-    start_balancing,
     summed,
 )
 from ultraep_serve.engines.common.weights import ExpertWeights
@@ -121,7 +120,7 @@ class _Layers(Execution[FusedMoE]):
         weights, ids = topk_weights.to(x.device), physical.to(x.device)
         most, outputs = _most_tokens(x.shape[0]), []
         parts = (torch.split(part, most) for part in (x, weights, ids))
-        with torch.inference_mode(), self._flow.left_alone(), _in_prefill():
+        with torch.inference_mode(), self._flow.unbalanced(), _in_prefill():
             for some, of_some, chosen in zip(*parts, strict=True):
                 topk_output = StandardTopKOutput(of_some, chosen, router_logits=of_some)
                 outputs.append(layer.forward_impl(some, topk_output))

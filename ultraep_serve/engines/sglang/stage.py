@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.balance.cuda.recording import is_capturing
-from ultraep_serve.engines.common.group import Flow as CommonFlow
+from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.engines.common.weights import ExpertWeights
 
 __all__ = ["Flow", "PrefillTokens", "balance_dispatch", "own_prefill_tokens"]

@@ -24,13 +24,12 @@ from ultraep_serve.balance.agreement import unanimous
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.group import (
-    BalancedLayers,
+from ultraep_serve.engines.common.group import BalancedLayers, start_balancing
+from ultraep_serve.engines.common.loaded import (
     EngineRank,
     Execution,
     LoadedLayers,
     require_one_number,
-    start_balancing,
     summed,
 )
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
@@ -228,7 +227,7 @@ class _Layers(Execution[RoutedExperts]):
         ids = physical.to(x.device, layer.quant_method.topk_indices_dtype or torch.int32)
         parts = (torch.split(part, layer.moe_config.max_num_tokens) for part in (x, weights, ids))
         outputs = []
-        with torch.inference_mode(), self._flow.left_alone():
+        with torch.inference_mode(), self._flow.unbalanced():
             for part in zip(*parts, strict=True):
                 with self._batch(layer, part[0].shape[0]):
                     outputs.append(layer.forward_modular(*part))

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.balance.cuda.recording import is_capturing
-from ultraep_serve.engines.common.group import Flow as CommonFlow
+from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.types import TokenView
 
 __all__ = ["BalancedStage", "Flow"]

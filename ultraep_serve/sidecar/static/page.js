@@ -4,7 +4,7 @@ const POLL_MS = 2000;
 const TOKEN_KEY = "ultraep-token";
 const WHEN = ["before", "after"];
 let pinned = null; // the layer that was chosen; null: the least balanced one
-let answers = {}; // by path, of the last poll
+let layers = []; // of the last poll
 
 // Elements, text and numbers
 
@@ -53,36 +53,22 @@ function age(ns) {
 
 // Requests. Addresses are relative, so that a proxy may add a prefix.
 
-async function ask(path, options) {
-  const answer = await fetch(path, options);
-  const document = await answer.json();
-  if (!answer.ok && path !== "readyz") {
-    const { detail } = document;
-    throw new Error(typeof detail === "string" ? detail : `refused (${answer.status})`);
-  }
-  return document;
-}
-
 async function poll() {
   if (document.hidden) return;
   try {
-    const ready = await ask("readyz");
-    answers = {};
-    const paths = ["v1/config", "v1/balance", "v1/balance/history", "v1/balance/heatmap", "v1/balance/batches?limit=1"];
-    const asked = await Promise.allSettled(paths.map((path) => ask(path)));
-    const [config, balance, history, heatmap, batches] = asked.map(({ value }) => value ?? null);
-    answers = { config, balance, history, heatmap };
+    const balance = await (await fetch("v1/balance")).json(); // without an engine only whether it is ready
     document.body.classList.remove("stale");
-    showState(ready, config, balance);
-    showPolicy(config);
-    if (!balance) return;
+    showState(balance);
+    showPolicy(balance);
+    if (!balance.engine) return;
+    layers = balance.layers;
     showBalance(balance);
-    showRanks(balance, ready.reasons);
+    showBatch(balance.last_batch);
+    showHistory(balance.history);
+    showHeat();
+    showRanks(balance);
     showProof(balance);
-    if (history) showHistory(history);
-    if (heatmap) showHeat(heatmap);
-    showBatch(batches?.batches[0]);
-    await showPlan(balance.layers);
+    await showPlan();
   } catch {
     document.body.classList.add("stale"); // old figures must not look like those of this moment
     byId("state").dataset.level = "bad";
@@ -92,50 +78,49 @@ async function poll() {
 
 // State, policy
 
-function stateOf(ready, config, balance) {
-  if (!ready.ready) return ["bad", balance ? "✖ NOT READY" : "✖ NO ENGINE"];
-  if (ready.status === "unbalanced") return ["bad", balance ? "✖ SWITCHED ITSELF OFF" : "○ NOT BALANCED"];
-  if (config?.policy === "off") return ["warn", "○ OFF"];
-  if (config?.policy === "ideal") return ["bad", "▲ IDEAL: WRONG ANSWERS"];
+function stateOf({ ready, status, engine, policy }) {
+  if (!ready) return ["bad", engine ? "✖ NOT READY" : "✖ NO ENGINE"];
+  if (status === "unbalanced") return ["bad", engine ? "✖ SWITCHED ITSELF OFF" : "○ NOT BALANCED"];
+  if (policy === "off") return ["warn", "○ OFF"];
+  if (policy === "ideal") return ["bad", "▲ IDEAL: WRONG ANSWERS"];
   return ["good", "✔ BALANCING"];
 }
 
-function showState(ready, config, balance) {
-  const [level, text] = stateOf(ready, config, balance);
+function showState(balance) {
+  const [level, text] = stateOf(balance);
   byId("state").dataset.level = level;
   setText("state", text);
   document.title = `${text.split(" ")[0]} ultraep`;
-  const reasons = Object.entries(ready.reasons).map(([rank, why]) => (rank === "run" ? why : `rank ${rank}: ${why}`));
+  const reasons = Object.entries(balance.reasons).map(([rank, why]) => (rank === "run" ? why : `rank ${rank}: ${why}`));
   setText("reason", reasons.length > 2 ? `${reasons[0]}; and ${reasons.length - 1} more` : reasons.join("; "));
   byId("reason").title = reasons.join("\n");
-  if (!balance) return setText("about", "");
-  const { engine, mode, num_ranks: all, ranks, num_layers: layers, num_experts: experts, num_slots: slots } = balance;
+  if (!balance.engine) return setText("about", "");
+  const { engine, mode, num_ranks: all, ranks, num_layers: moe, num_experts: experts, num_slots: slots } = balance;
   const here = ranks.length === all ? `${all} ranks` : `${ranks.length} ranks here, ${all} per stage`;
-  setText("about", `${engine}, ${mode} parallel · ${here} · ${layers} MoE layers · ${experts} experts · ${slots} slots per rank`);
+  setText("about", `${engine}, ${mode} parallel · ${here} · ${moe} MoE layers · ${experts} experts · ${slots} slots per rank`);
 }
 
-function showPolicy(config) {
-  if (!config) return;
-  const buttons = config.policies.map((name) => {
-    const button = make("button", { textContent: name, disabled: !config.control_open || config.policy === null });
-    button.setAttribute("aria-pressed", String(name === config.policy));
+function showPolicy({ policies = [], policy }) {
+  const buttons = policies.map((name) => {
+    const button = make("button", { textContent: name });
+    button.setAttribute("aria-pressed", String(name === policy));
     button.addEventListener("click", () => setPolicy(name));
     return button;
   });
   const focused = document.activeElement?.parentElement === byId("policies") ? document.activeElement.textContent : null;
   byId("policies").replaceChildren(...buttons);
   buttons.find((button) => button.textContent === focused)?.focus();
-  setText("policy-note", config.control_open ? "from the next batch on" : "no control: the sidecar has no token");
 }
 
 async function setPolicy(policy) {
   let text = `policy ${policy}, from the next batch on`;
   try {
-    await ask("v1/control/policy", {
+    const answer = await fetch("v1/control/policy", {
       method: "POST",
       headers: { Authorization: `Bearer ${keepToken()}`, "Content-Type": "application/json" },
       body: JSON.stringify({ policy }),
     });
+    if (!answer.ok) text = (await answer.json()).detail;
   } catch (error) {
     text = error.message;
   }
@@ -184,7 +169,7 @@ function showBatch(batch) {
   setText("batch-fine", `${count(batch.tokens)} tokens · ${count(batch.replicas)} copies, ${count(batch.new_replicas)} new · ${bytes(batch.bytes_moved)} moved`);
 }
 
-function showRanks({ ranks }, reasons) {
+function showRanks({ ranks, reasons }) {
   const cells = ranks.map((rank) => {
     const problem = reasons[rank.rank];
     const cell = make("span", { textContent: rank.rank });
@@ -221,18 +206,18 @@ function showProof({ self_check: checked, verification: verified }) {
 
 // Imbalance over time
 
-function showHistory(history) {
+function showHistory(steps) {
   const { width, height } = byId("chart").getBoundingClientRect();
-  if (width < 100 || height < 60) return;
+  if (width < 100 || height < 60 || !steps.length) return;
   const [left, right, top, bottom] = [34, width - 8, 8, height - 20];
-  const times = history.time_seconds;
-  const most = Math.max(1.2, ...history.before_max.filter((value) => value !== null));
-  const [first, last] = [times[0], times.at(-1)];
+  const most = Math.max(1.2, ...steps.map(({ imbalance }) => imbalance.before.max));
+  const last = steps.at(-1).time_seconds;
+  const first = last - 900;
   const x = (time) => left + ((time - first) / (last - first)) * (right - left);
   const y = (value) => bottom - ((value - 1) / (most - 1)) * (bottom - top);
-  const line = (name, when) => {
-    const points = times.map((time, i) => [time, history[name][i]]).filter(([, value]) => value !== null);
-    return draw("polyline", { class: when, points: points.map(([time, value]) => `${x(time).toFixed(1)},${y(value).toFixed(1)}`).join(" ") });
+  const line = (when, figure, style) => {
+    const points = steps.map(({ time_seconds: time, imbalance }) => `${x(time).toFixed(1)},${y(imbalance[when][figure]).toFixed(1)}`);
+    return draw("polyline", { class: style, points: points.join(" ") });
   };
   const grid = [];
   const step = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50].find((size) => (most - 1) / size <= 5) ?? 100;
@@ -245,25 +230,24 @@ function showHistory(history) {
     if (x(time) < right - 12) grid.push(draw("text", { x: x(time), y: height - 4, class: "middle" }, clock));
   }
   byId("chart").setAttribute("viewBox", `0 0 ${width} ${height}`);
-  byId("chart").replaceChildren(...grid, line("before_max", "before faint"), line("after_max", "after faint"),
-    line("before_mean", "before"), line("after_mean", "after"));
+  byId("chart").replaceChildren(...grid, line("before", "max", "before faint"), line("after", "max", "after faint"),
+    line("before", "mean", "before"), line("after", "mean", "after"));
 }
 
 // Load by layer, the busiest rank first
 
-function showHeat({ layers, before, after }) {
-  const rows = { before, after };
+function showHeat() {
   for (const when of WHEN) {
-    const cells = rows[when].flatMap((loads, row) => loads.map((load, place) => {
+    const cells = layers.flatMap(({ layer, load_before: before, load_after: after }, row) => (when === "before" ? before : after).map((load, place) => {
       const cell = draw("rect", { x: place, y: row, width: 1, height: 1 });
       const end = load < 1 ? "cold" : "hot";
       cell.style.fill = `color-mix(in srgb, var(--${end}) ${Math.round(100 * Math.min(1, Math.abs(load - 1)) ** 0.8)}%, var(--even))`;
-      cell.dataset.layer = layers[row];
-      cell.dataset.text = `layer ${layers[row]}, rank ${place + 1} of ${loads.length} by load: ${before[row][place].toFixed(2)} → ${after[row][place].toFixed(2)}`;
+      cell.dataset.layer = layer;
+      cell.dataset.text = `layer ${layer}, rank ${place + 1} of ${before.length} by load: ${ratio(before[place])} → ${ratio(after[place])}`;
       return cell;
     }));
     const svg = byId(`heat-${when}`);
-    svg.setAttribute("viewBox", `0 0 ${rows[when][0]?.length ?? 1} ${layers.length || 1}`);
+    svg.setAttribute("viewBox", `0 0 ${layers[0]?.load_before.length ?? 1} ${layers.length || 1}`);
     svg.setAttribute("preserveAspectRatio", "none");
     svg.replaceChildren(...cells);
   }
@@ -271,7 +255,7 @@ function showHeat({ layers, before, after }) {
 
 // The plan of one layer
 
-async function showPlan(layers) {
+async function showPlan() {
   if (!layers.length) return;
   const worst = layers.reduce((a, b) => (b.imbalance.before.mean > a.imbalance.before.mean ? b : a));
   const chosen = layers.some(({ layer }) => layer === pinned) ? pinned : worst.layer;
@@ -279,7 +263,9 @@ async function showPlan(layers) {
   if (select.options.length !== layers.length)
     select.replaceChildren(...layers.map(({ layer }) => make("option", { value: layer, textContent: layer })));
   if (document.activeElement !== select) select.value = chosen;
-  const { last } = await ask(`v1/balance/layers/${chosen}`);
+  const answer = await fetch(`v1/balance/layers/${chosen}`);
+  if (!answer.ok) return; // the engine has just ended: the next poll says so
+  const { last } = await answer.json();
   const decision = last.decision === "planned" ? "planned" : `left alone, ${last.reason.replace("_", " ")}`;
   const spent = last.stage_seconds.map(({ compute, ...own }) => Object.values(own).reduce((sum, time) => sum + time, 0));
   setText("plan-fine", `${decision}: ${ratio(last.imbalance_before)} → ${ratio(last.imbalance_after)} · ` +
@@ -344,7 +330,7 @@ function showStacks(plan) {
 function choose(layer) {
   pinned = Number(layer);
   byId("layer").value = layer;
-  if (answers.balance) showPlan(answers.balance.layers).catch(() => {}); // the next poll shows why
+  showPlan().catch(() => {}); // the next poll shows why
 }
 
 byId("token").value = sessionStorage.getItem(TOKEN_KEY) ?? "";

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from ultraep_serve.errors import ConfigError, NoServerError
-from ultraep_serve.sidecar.documents import BalanceSnapshot, Readiness
-from ultraep_serve.sidecar.statistics import summarise
+from ultraep_serve.sidecar.balance import BalanceSnapshot, summarise
+from ultraep_serve.sidecar.documents import NoBalance, Readiness
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.run_directory import find_run
 
@@ -24,10 +24,7 @@ __all__ = ["ServerStatus", "status", "status_reader"]
 _TIMEOUT_SECONDS = 10.0
 _MOST_BYTES = 64 << 20
 _WRONG = "is this the address of a sidecar of this version?"
-# Of a server that is balanced, or why there is none.
-_BALANCE: TypeAdapter[Any] = TypeAdapter(
-    BalanceSnapshot | dict[Literal["status", "reason", "detail"], str]
-)
+_BALANCE: TypeAdapter[Any] = TypeAdapter(BalanceSnapshot | NoBalance)
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,7 @@ class ServerStatus:
     """One server at one moment."""
 
     where: str  # its run directory, or the address of its sidecar
-    answer: bytes  # JSON, what /v1/balance answers
-    ready: bool  # /readyz would answer 200
-    reasons: dict[str, str]  # why it is not ready or not balanced, by rank
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """``answer`` as a dictionary."""
-        return dict(json.loads(self.answer))
+    document: dict[str, Any]  # what /v1/balance answers
 
 
 def status(
@@ -54,15 +44,15 @@ def status(
     that ultraep-serve started on ``port``, the one with run directory ``run_dir``, or the one whose
     sidecar is at ``url``. No sidecar is needed except for ``url``, which also needs httpx.
 
-    A server that could not be balanced, and runs all the same, is ``{"status": "unbalanced",
-    "reason": ..., "detail": ...}``.
+    Of a server that could not be balanced, and runs all the same, it has no figures, and the
+    ``status`` "unbalanced".
 
     Raises ``ultraep_serve.errors.NoServerError`` where no such server runs, none of its ranks has
     joined yet, or several run and none was chosen; ConfigError for a ``url`` that is none.
     """
     document = status_reader(port, Path(run_dir) if run_dir else None, url)().document
-    if document.keys() == {"detail"}:
-        raise NoServerError(str(document["detail"]))
+    if "engine" not in document and document["status"] != "unbalanced":
+        raise NoServerError(document["detail"])
     return document
 
 
@@ -81,13 +71,11 @@ def status_reader(
 
 
 def _read(store: RunStore, path: Path) -> ServerStatus:
-    run = store.poll()
     try:
-        answer = summarise(run.held()).model_dump_json().encode()
+        answer: Readiness = summarise(store.poll())
     except NoRunError as error:
-        text = json.dumps(error.document, ensure_ascii=False, separators=(",", ":"))
-        answer = text.encode()
-    return ServerStatus(str(path), answer, run.ready, run.reasons)
+        answer = error.answer
+    return ServerStatus(str(path), answer.model_dump(mode="json"))
 
 
 def _remote(url: str) -> Callable[[], ServerStatus]:
@@ -110,9 +98,8 @@ def _remote(url: str) -> Callable[[], ServerStatus]:
     def read() -> ServerStatus:
         try:
             with httpx.Client(base_url=url, timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
-                balance, ready = get(client, "/v1/balance"), get(client, "/readyz")
+                balance = get(client, "/v1/balance")
             _BALANCE.validate_json(balance)
-            found = Readiness.model_validate_json(ready)
         except (httpx.HTTPError, UnicodeError) as error:
             raise NoServerError(
                 f"the sidecar at {url} cannot be reached ({str(error) or type(error).__name__}); "
@@ -121,6 +108,6 @@ def _remote(url: str) -> Callable[[], ServerStatus]:
             ) from error
         except ValidationError as error:
             raise NoServerError(f"{url} gave an answer that is not understood; {_WRONG}") from error
-        return ServerStatus(url, balance, found.ready, found.reasons)
+        return ServerStatus(url, json.loads(balance))
 
     return read
