@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang import checks, hooks, model, plugin, quantised
 
 from tests.support.engine_flags import run_reader
+from tests.support.published_lines import ROWS, Row
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
@@ -110,6 +111,19 @@ REFUSED: list[tuple[str, object, str]] = [
 def test_settings_that_do_not_go_with_slots(name: str, value: object, says: str) -> None:
     view = Changed(resolving_view(fakes.publish()), **{name: value})
     assert says in refusal(checks.check_settings, view)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.engine == "sglang" and row.result == "accepted"]
+)
+def test_published_lines_that_the_launcher_accepts_are_accepted(row: Row) -> None:
+    with patch.object(engine, "run_reader", run_reader):
+        default, own = (
+            vars(engine.read_flags("sglang", words)) for words in (["--model", "m"], row.words)
+        )
+    given = {name: value for name, value in own.items() if value != default[name]}
+    given["ep_size"] = given["tp_size"]  # as SGLang resolves it for DeepEP
+    checks.check_settings(Changed(resolving_view(fakes.publish()), **given))
 
 
 def test_every_setting_that_is_judged_can_be_refused() -> None:
