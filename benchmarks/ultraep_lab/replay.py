@@ -44,6 +44,7 @@ class PolicyReplay:
 
     imbalance_after: list[float] = field(default_factory=list)
     time_imbalance_after: list[float] = field(default_factory=list)  # the same with equal speeds
+    busiest_expert: list[int] = field(default_factory=list)  # rows of the busiest physical one
     num_replicas: list[int] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)  # of experts, made in the batch
     slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
@@ -158,6 +159,7 @@ def _plan(policy: PolicyFunction, case: _Case, context: PlanContext, found: Poli
     rank_load = placement.quota.sum(0, dtype=np.int64)
     found.imbalance_after.append(imbalance(rank_load))
     found.time_imbalance_after.append(imbalance(rank_load, context.speeds))
+    found.busiest_expert.append(int(placement.quota.max()))
     found.num_replicas.append(placement.num_replicas)
     slots = placement.slot_expert
     masters = context.shape.num_masters

@@ -55,6 +55,7 @@ def _policy(result: Replay, found: PolicyReplay) -> dict[str, Any]:
         "imbalance_before": _spread(result.imbalance_before),
         "imbalance_after": _spread(found.imbalance_after),
         **times,
+        "busiest_expert": _spread(found.busiest_expert),
         "replicas": {
             "mean": float(np.mean(found.num_replicas)),
             "max": max(found.num_replicas),

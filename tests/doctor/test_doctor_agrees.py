@@ -67,7 +67,11 @@ BAD = [  # and words that both say
     ),
     ("sglang MODEL --tp 2 --ep 2 --pp-size 2 --device cpu", "use --pp-size 1"),
     ("sglang MODEL --tp 4 --moe-a2a-backend deepep --device cpu", "--moe-a2a-backend must be none"),
-    ("sglang MODEL --tp 2 --ep 2 --dp-size 2 --device cpu", "not there yet on CPU; use --tp-size"),
+    ("sglang MODEL --tp 2 --ep 2 --dp-size 2 --device cpu", "every replica balances apart"),
+    (
+        "sglang MODEL --tp 2 --ep 2 --dp 2 --enable-dp-attention --device cpu",
+        "on CPU; use --tp",
+    ),
     ("vllm MODEL -dp 2 -dpl 2 -ep --data-parallel-multi-port-external-lb", "a port of its own"),
     ("vllm MODEL -tp 2 -ep --port TAKEN", "cannot be used (Address already in use by process"),
     ("vllm MODEL -tp 2 -ep --port NEXT", "choose another --sidecar-port"),

@@ -118,7 +118,7 @@ class _Sglang:
         if not way.decode_in_graphs:
             own = {"disable_decode_cuda_graph": True}
         if way.parallel == "data":
-            own["attn_dp_size"] = way.ranks
+            own |= {"dp_size": way.ranks, "enable_dp_attention": True}  # as its guides write it
         own |= {"tp_size": way.ranks, "ep_size": way.ranks}
         self._engine = sglang.Engine(model_path=model, **SGLANG, **own)
 

@@ -61,6 +61,7 @@ WAYS = (
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True),
+    Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
 )
 
 

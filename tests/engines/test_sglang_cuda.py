@@ -22,8 +22,12 @@ with warnings.catch_warnings():
     from sglang.srt.layers.dp_attention import set_is_extend_in_batch
     from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import (
+        breakable_cuda_graph,
+        enable_breakable_cuda_graph,
+    )
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel, get_server_args
 
     from ultraep_serve.engines.sglang import hooks
 
@@ -42,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # by what is tested
     "deepep normal": {**fakes.DEEPEP, "deepep_mode": "normal"},
     "deepep low latency": {**fakes.DEEPEP, "deepep_mode": "low_latency"},
     "deepep auto": {**fakes.DEEPEP, "deepep_mode": "auto"},
+    "deepep, prefill in graphs": {**fakes.DEEPEP, "cuda_graph_backend_prefill": "breakable"},
 }
 OWN = [name for name, changes in SETTINGS.items() if "moe_a2a_backend" in changes]
 EXTEND, DECODE, IDLE = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE
@@ -183,11 +188,15 @@ def run_layer(
         taken.append(call["topk_output"].topk_ids),
         dispatch(**call),
     )[1]
-    output = layer(batch.x, fakes.topk_of(batch)).float()
+    call = layer
+    if info.local_forward_mode == EXTEND.value and get_server_args().cuda_graph_backend_prefill:
+        call = in_graph(layer, batch.x, fakes.topk_of(batch))
+        assert not taken, "what is captured would serve every batch"
+    output = call(batch.x, fakes.topk_of(batch)).float()
     layer.dispatcher._original_dispatch_func = dispatch
     if not owns_tokens:  # SGLang's models add up
         output = sum(everywhere(output))
-    logical, physical = batch.ids, taken[0]
+    (physical,), logical = taken, batch.ids
     padding = logical < 0
     return {
         "error": far_off(output, expected_output(batch, tensors)),
@@ -196,6 +205,24 @@ def run_layer(
         "padding_kept": bool(((physical == -1) == padding).all()),
         "same_bytes": slots_hold_their_masters(held, tensors, logical, physical),
     }
+
+
+def in_graph(layer: Any, *captured: Any) -> Any:
+    """``layer`` as SGLang's breakable graphs replay it: what runs between their parts."""
+    graph = breakable_cuda_graph.BreakableCUDAGraph()
+    nothing = lambda: None  # noqa: E731
+    capture = SimpleNamespace(
+        cuda_graph=graph,
+        _barrier_fn=nothing,
+        _end_current_segment=nothing,
+        _begin_new_segment=nothing,
+    )
+    token = breakable_cuda_graph._current_capture_var.set(capture)
+    with enable_breakable_cuda_graph():
+        output = layer(*captured)
+    breakable_cuda_graph._current_capture_var.reset(token)
+    (replay,) = graph._break_fns
+    return lambda *_: (replay(), output)[1]
 
 
 def far_off(output: torch.Tensor, expected: torch.Tensor) -> float:

@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang import checks, hooks, model, plugin, quantised
 
 from tests.support.engine_flags import run_reader
+from tests.support.published_lines import ROWS, Row
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.errors import UnsupportedError
@@ -76,7 +77,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("enable_torch_compile", True, "--enable-torch-compile"),
     ("enable_deterministic_inference", True, "same sums whatever else is in a batch"),
     ("pp_size", 2, "--pp-size 1"),
-    ("dp_size", 2, "use --attn-dp-size"),
+    ("dp_size", 2, "--attn-dp-size for one group"),
     ("attn_cp_size", 2, "--attn-cp-size 1"),
     ("moe_dp_size", 2, "--moe-dp-size"),
     ("dwdp_size", 3, "--dwdp-size"),
@@ -112,6 +113,19 @@ def test_settings_that_do_not_go_with_slots(name: str, value: object, says: str)
     assert says in refusal(checks.check_settings, view)
 
 
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.engine == "sglang" and row.result == "accepted"]
+)
+def test_published_lines_that_the_launcher_accepts_are_accepted(row: Row) -> None:
+    with patch.object(engine, "run_reader", run_reader):
+        default, own = (
+            vars(engine.read_flags("sglang", words)) for words in (["--model", "m"], row.words)
+        )
+    given = {name: value for name, value in own.items() if value != default[name]}
+    given["ep_size"] = given["tp_size"]  # as SGLang resolves it for DeepEP
+    checks.check_settings(Changed(resolving_view(fakes.publish()), **given))
+
+
 def test_every_setting_that_is_judged_can_be_refused() -> None:
     judged = {name for name, _, _ in (*launcher.ANYWHERE, *checks._ON_GPU)}
     assert judged <= {name for name, _, _ in REFUSED}
@@ -139,6 +153,15 @@ class Changed:
 def test_phases_that_the_host_does_not_see(graphs: dict[str, PhaseConfig], says: str) -> None:
     view = Changed(resolving_view(fakes.publish()), cuda_graph_config=CudaGraphConfig(**graphs))
     assert says in refusal(checks.check_settings, view)
+
+
+def test_with_deepep_prefill_may_be_in_breakable_graphs() -> None:
+    """SGLang's default there; experts run between the graphs' parts, at every replay."""
+    resolved = resolving_view(fakes.publish(**fakes.DEEPEP))
+    graphs = {name: CudaGraphConfig(prefill=PhaseConfig(name)) for name in ("breakable", "full")}
+    checks.check_settings(Changed(resolved, cuda_graph_config=graphs["breakable"]))
+    says = refusal(checks.check_settings, Changed(resolved, cuda_graph_config=graphs["full"]))
+    assert "prefill in CUDA graphs (full)" in says
 
 
 def test_schedulers_must_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,13 +304,24 @@ def engine_command(flags: list[str], policy: Policy) -> EngineCommand:
         ([], ["--disable-prefill-cuda-graph", "--disable-shared-experts-fusion"]),
         (["--cuda-graph-backend-prefill", "full"], ["--disable-shared-experts-fusion"]),
         (["--disable-cuda-graph", "--enforce-shared-experts-fusion"], []),
+        (["--moe-a2a-backend", "deepep"], ["--disable-shared-experts-fusion"]),
     ],
 )
 def test_server_is_started_with_what_balancing_needs(flags: list[str], added: list[str]) -> None:
-    ranks = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
+    ranks = ["--device", "cuda", "--tp-size", "4", "--ep-size", "4"]
     for policy, expected in ((Policy.QUOTA, added), (Policy.OFF, [])):
         command = engine_command([*ranks, *flags], policy)
         assert command.arguments[-len([*ranks, *flags, *expected]) :] == [*ranks, *flags, *expected]
+
+
+def test_attention_data_parallelism_is_one_group_in_both_spellings() -> None:
+    """And ``--dp-size`` alone is not: its replicas know nothing of each other."""
+    groups = ["--device", "cuda", "--tp", "8", "--moe-a2a-backend", "deepep"]
+    for spelling in (["--dp", "8", "--enable-dp-attention"], ["--attn-dp-size", "8"]):
+        words = [*groups, *spelling]
+        assert engine_command(words, Policy.QUOTA).arguments[5 : 5 + len(words)] == words
+    with pytest.raises(UnsupportedError, match="every replica balances apart"):
+        engine_command([*groups, "--dp", "8"], Policy.QUOTA)
 
 
 def test_without_deepep_the_expert_ranks_must_be_given() -> None:

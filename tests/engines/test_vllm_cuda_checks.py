@@ -1,5 +1,7 @@
 """What the vLLM adapter balances on GPUs, and what it refuses, saying what to change."""
 
+import json
+import re
 import sys
 import warnings
 from operator import attrgetter
@@ -178,6 +180,22 @@ def test_batches_that_all_replay_cuda_graphs_are_refused(balanced: Any) -> None:
         compilation.cudagraph_mode = CUDAGraphMode[mode]
         compilation.max_cudagraph_capture_size = captured
         checks.check_settings(config, BalanceConfig())
+
+
+def test_users_are_told_which_prefill_cuda_graphs_replay(balanced: Any) -> None:
+    _, config = build(balanced)
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.max_cudagraph_capture_size = 512
+    told = checks.told_of_graphs(config, BalanceConfig())
+    assert told.startswith("prefill batches of up to 512 tokens on a rank replay CUDA graphs")
+    (remedy,) = re.findall(r"--compilation-config '(.*)'", told)
+    compilation.cudagraph_mode = CUDAGraphMode[json.loads(remedy)["cudagraph_mode"]]
+    assert not checks.told_of_graphs(config, BalanceConfig())
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    replicas = config.parallel_config.data_parallel_size
+    small = BalanceConfig(min_batch_tokens=512 * replicas + 1)
+    assert not checks.told_of_graphs(config, small)  # they are all left alone anyway
 
 
 def test_layers_that_share_no_slots_are_refused() -> None:

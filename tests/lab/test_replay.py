@@ -21,6 +21,7 @@ from ultraep_serve.errors import ConfigError, UltraEPError
 POLICY_KEYS = {
     "imbalance_before",
     "imbalance_after",
+    "busiest_expert",
     "replicas",
     "remote_fraction",
     "plan_seconds",
@@ -213,6 +214,15 @@ def test_several_traces_in_order(trace_file: Path, tmp_path: Path, capsys: Any) 
     assert (document["batches"], document["batch_tokens"]) == (4, None)
     with pytest.raises(TraceError, match="own batches"):
         command("replay", tmp_path / "l.npz", *words, "--batch-tokens", 64)
+
+
+def test_the_busiest_expert_is_that_of_a_launch() -> None:
+    """A copy is an expert of its own to the kernel, so splitting a load makes launches even."""
+    loads = LoadTrace(np.array([[[[300, 20], [100, 40]]]], np.int32))
+    policies = [POLICIES[name] for name in ("off", "quota")]
+    found = replay(loads, ReplayOptions(num_ranks=2, num_slots=1), policies).policies
+    assert found["off"].busiest_expert == [400]
+    assert found["quota"].busiest_expert == [230]  # of 460 on two ranks
 
 
 def test_make_trace_then_replay(tmp_path: Path, capsys: Any) -> None:

@@ -92,7 +92,7 @@ def _check(parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> N
             raise UnsupportedError(problem, otherwise=POLICY_OFF)
         chunk = parsed.chunked_prefill_size or 0
         if chunk > 0 and not parsed.enable_mixed_chunk:  # which adds tokens of decode
-            require_large_batches(config, chunk * parsed.attn_dp_size)
+            require_large_batches(config, chunk)  # of all ranks, with --attn-dp-size too
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
@@ -152,12 +152,17 @@ ANYWHERE: tuple[Requirement, ...] = (
     ),
     ("dllm_algorithm", None, "--dllm-algorithm is not there yet; drop it"),
     ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
+    (
+        "dp_size",
+        1,
+        "with --dp-size every replica balances apart; use a server for each, or on GPUs "
+        "--attn-dp-size for one group",
+    ),
 )
 
 
 ON_CPU: tuple[Requirement, ...] = (
     ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
-    ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
     ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
 )
 
@@ -184,13 +189,15 @@ def _cpu_flags(parsed: argparse.Namespace) -> list[str]:
 def _gpu_flags(parsed: argparse.Namespace, policy: Policy) -> list[str]:
     """What balancing needs on GPUs, where the user did not choose.
 
-    Prefill is planned batch by batch, outside of CUDA graphs; copies are made of routed experts.
+    Prefill is planned batch by batch, outside of CUDA graphs, as it runs with DeepEP in any case;
+    copies are made of routed experts.
     """
     if policy is Policy.OFF:
         return []
     graphs = parsed.cuda_graph_config or parsed.cuda_graph_backend_prefill
+    is_outside = parsed.disable_cuda_graph or parsed.disable_prefill_cuda_graph
     chosen = []
-    if not (graphs or parsed.disable_cuda_graph or parsed.disable_prefill_cuda_graph):
+    if not (graphs or is_outside or parsed.moe_a2a_backend == "deepep"):
         chosen.append("--disable-prefill-cuda-graph")
     if not (parsed.disable_shared_experts_fusion or parsed.enforce_shared_experts_fusion):
         chosen.append("--disable-shared-experts-fusion")

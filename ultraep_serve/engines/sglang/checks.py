@@ -169,12 +169,6 @@ _ON_GPU: tuple[Requirement, ...] = (
         "this --moe-a2a-backend has not been verified, or is one kernel that routes, sends and "
         "computes (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
     ),
-    (
-        "dp_size",
-        1,
-        "with --dp-size every replica balances apart; use --attn-dp-size for one group, or a "
-        "server for each",
-    ),
     ("attn_cp_size", 1, "context parallelism is not there yet; use --attn-cp-size 1"),
     ("moe_dp_size", 1, "--moe-dp-size is not there yet; use 1"),
     ("dwdp_size", 1, "--dwdp-size moves the same weights; use 1"),
@@ -228,7 +222,9 @@ def _wrong_sizes(settings: "ServerArgs") -> str | None:
 def _wrong_phases(settings: "ServerArgs") -> str | None:
     """What of CUDA graphs and of scheduling would keep the host from knowing a batch's phase."""
     graphs = settings.cuda_graph_config
-    if graphs is not None and graphs.prefill.backend != "disabled":
+    # With DeepEP layers run between the parts of a breakable graph (``DeepEPMoE.forward``).
+    prefill = ("disabled", "breakable") if settings.moe_a2a_backend == "deepep" else ("disabled",)
+    if graphs is not None and graphs.prefill.backend not in prefill:
         return (
             f"prefill in CUDA graphs ({graphs.prefill.backend}) replays what was captured, without "
             "balancing; add --disable-prefill-cuda-graph"

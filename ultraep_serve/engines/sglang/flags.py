@@ -2,8 +2,9 @@
 
     python -m ultraep_serve.engines.sglang.flags [engine flags]
 
-prints what its parser makes of them, a file of flags included, as a line of JSON. Nothing is
-resolved: that asks for a GPU and the model's files (``prepare_server_args``). Verified with 0.5.23.
+prints what its parser makes of them, a file of flags included, as a line of JSON. What is resolved
+is ``--dp-size N --enable-dp-attention``, which stands for ``--attn-dp-size N``, and nothing else:
+that asks for a GPU and the model's files (``prepare_server_args``). Verified with 0.5.23.
 """
 
 import argparse
@@ -21,6 +22,8 @@ def main() -> None:
     if "--config" in flags:
         flags = ConfigArgumentMerger(parser).merge_config_with_args(flags)
     found = vars(parser.parse_args(flags))
+    if found["enable_dp_attention"] and found["attn_dp_size"] == 1:
+        found |= {"attn_dp_size": found["dp_size"], "dp_size": 1}
     sys.stdout.write(json.dumps({**found, "model": found["model_path"]}, default=repr))
 
 

@@ -100,18 +100,19 @@ class _Stage:
     ) -> tuple[torch.Tensor, Any] | None:
         """Give physical ids to everything behind routing.
 
-        SGLang's recorder has counted the router's own choice by then. CUDA graphs are captured once
-        for all batches that replay them, so they take the identity.
+        SGLang's recorder has counted the router's own choice by then. What is captured in a CUDA
+        graph serves all batches that replay it, so it takes the identity.
         """
         flow = self._flow
         if flow.balancer is None:
             return None
         assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
-        flow.not_routed.discard(self._layer)
         ids, weights, tokens = topk_output.topk_ids, topk_output.topk_weights, flow.tokens.number
+        tokens = 0 if is_capturing(ids) else tokens
+        if tokens:
+            flow.not_routed.discard(self._layer)
         if tokens and flow.has_zero_experts:
             ids = ids.masked_fill(weights == 0, -1)
-        tokens = 0 if is_capturing(ids) else tokens
         physical = flow.balancer.route(self._layer, ids, tokens)
         return hidden_states, topk_output._replace(topk_ids=physical.to(ids.dtype))
 

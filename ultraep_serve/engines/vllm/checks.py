@@ -34,6 +34,7 @@ __all__ = [
     "has_amx",
     "is_primary",
     "largest_batch",
+    "told_of_graphs",
     "without_experts",
 ]
 
@@ -325,12 +326,30 @@ def check_device_execution(layer: RoutedExperts) -> None:
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
+def told_of_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:
+    """What to tell users of prefill that CUDA graphs replay, or nothing."""
+    captured = 0 if current_platform.is_cpu() else _most_replayed(vllm_config)
+    if captured * vllm_config.parallel_config.data_parallel_size < config.min_batch_tokens:
+        return ""
+    return (
+        f"prefill batches of up to {captured} tokens on a rank replay CUDA graphs, without "
+        """balancing; --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}' has these """
+        "balanced too"
+    )
+
+
+def _most_replayed(vllm_config: VllmConfig) -> int:
+    """Up to how many tokens of a rank replay CUDA graphs in batches of any kind; 0: in decode."""
+    compilation = vllm_config.compilation_config
+    is_decode = compilation.cudagraph_mode.mixed_mode() is CUDAGraphMode.NONE
+    return 0 if is_decode else int(compilation.max_cudagraph_capture_size or 0)
+
+
 def _always_replayed(vllm_config: VllmConfig) -> str | None:
     """What has CUDA graphs replay batches of every size, which are never planned."""
-    compilation = vllm_config.compilation_config
-    captured = compilation.max_cudagraph_capture_size or 0
+    captured = _most_replayed(vllm_config)
     largest = vllm_config.scheduler_config.max_num_batched_tokens
-    if compilation.cudagraph_mode.mixed_mode() is CUDAGraphMode.NONE or largest > captured:
+    if largest > captured:
         return None
     return (
         f"batches of up to {captured} tokens replay CUDA graphs, without balancing, and "

@@ -22,6 +22,7 @@ from ultraep_serve.engines.vllm.checks import (
     check_engine,
     check_settings,
     is_primary,
+    told_of_graphs,
 )
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.guard import SETTING
@@ -88,12 +89,13 @@ def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
         check_checkpoint(vllm_config)
     is_first = is_primary(vllm_config)
     try:
-        told = check_engine(config.on_newer_engine)
+        told = [check_engine(config.on_newer_engine)]
         if config.policy is not Policy.OFF:
             check_settings(vllm_config, config)
+            told.append(told_of_graphs(vllm_config, config))
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_first)
         return config.replace(policy=Policy.OFF) if current_platform.is_cpu() else None
-    if told and is_first:
-        logger.warning_once("ultraep: %s", told)
+    for sentence in filter(None, told if is_first else ()):
+        logger.warning_once("ultraep: %s", sentence)
     return config
