@@ -293,9 +293,11 @@ inline gather_rows() {
 			assert(rows[ROW(me, peer, epoch)] / NUM_PLANS == epoch); /* its row has arrived whole */
 			if
 			:: peer == SPEAKER -> choice = rows[ROW(me, peer, epoch)] % NUM_PLANS
-#if defined(STAYING) && !defined(MISTAKE_FORGET_IS_LOST)
+#ifdef STAYING
+#ifndef MISTAKE_FORGET_IS_LOST
 			:: peer == SPEAKS_OF_CHANGES && peer != SPEAKER && rows[ROW(me, peer, epoch)] % NUM_PLANS == 1 ->
 				held[0] = 0; held[1] = 0
+#endif
 #endif
 			:: else
 			fi;
