@@ -177,7 +177,7 @@ def test_layers_of_any_class_get_the_stage_that_balances(
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
     layer, _ = build(balanced, config=config, kind=kind)
     checks.check_layer(layer)
-    checks.check_device_execution(layer)
+    checks.check_device_execution(layer, slots=2)
     stage = layer.quant_method.moe_kernel.prepare_finalize
     assert isinstance(stage, mk.FusedMoEPrepareAndFinalizeModular)
     wrapper = BalancedStage(stage, 0, Flow(TokenView.OWN))
