@@ -23,6 +23,8 @@ from tests.emulated_gpu.references.deep_ep import RUBBISH, everywhere
 __all__ = ["MoeAlltoAll", "NVLinkOneSidedAlltoAll", "cutlass_fused_moe", "install_flashinfer"]
 
 QuantFormat = Enum("QuantFormat", ["BF16", "FP16", "DeepSeekFp8", "MXFP8", "NVFP4"])
+# as vLLM names them
+ActivationType = Enum("ActivationType", ["Silu", "Gelu", "Swiglu", "Geglu", "Relu2"])
 _BYTES = {QuantFormat.BF16: 2, QuantFormat.FP16: 2}  # of a dispatched value; others have no values
 
 
@@ -221,9 +223,11 @@ def cutlass_fused_moe(
     ep_size: int = 1,
     ep_rank: int = 0,
     tp_size: int = 1,
+    activation_type: Any = ActivationType.Swiglu,
     **others: Any,
 ) -> None:
     """SwiGLU of rows by this rank's experts (L, 2 I, H), what is gated before its gate."""
+    assert activation_type is ActivationType.Swiglu
     assert tp_size == 1
     assert not len(quant_scales)
     assert input.dtype == torch.bfloat16
@@ -260,6 +264,7 @@ def install_flashinfer() -> None:
     _put("flashinfer.comm", Mapping=_mapping)
     _put("flashinfer.comm.mnnvl", CommBackend=_Communicator, MnnvlConfig=_config)
     _put("flashinfer.fused_moe", QuantFormat=QuantFormat, cutlass_fused_moe=cutlass_fused_moe)
+    _put("flashinfer.fused_moe.core", ActivationType=ActivationType)
     _put(
         "flashinfer.moe_ep",
         **{
