@@ -62,9 +62,18 @@ def offer_dispatch() -> None:
     versions._get_runtime_nccl_version = lambda: import_utils.DEEPEP_V2_MIN_NCCL_VERSION_RAW
     library.has_flashinfer()  # remembered: all else of it is not there
     install_flashinfer()
-    there: Any = library
-    there.has_flashinfer_nvlink_one_sided = there.has_flashinfer_cutlass_fused_moe = lambda: True
-    there.flashinfer_cutlass_fused_moe = cutlass_fused_moe
+    from vllm.distributed.device_communicators import all2all
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_v2
+
+    stages: Any = all2all_utils
+    stages.DeepEPV2PrepareAndFinalize = deepep_v2.DeepEPV2PrepareAndFinalize
+    managers: Any = all2all
+    managers.has_flashinfer_nvlink_one_sided = lambda: True
+    experts: Any = flashinfer_cutlass_moe
+    experts.has_flashinfer_cutlass_fused_moe = lambda: True
+    experts.flashinfer_cutlass_fused_moe = cutlass_fused_moe
 
 
 # ---- Triton kernels
