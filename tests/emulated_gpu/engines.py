@@ -75,6 +75,13 @@ class Way:
         """That are started here: a data-parallel rank is a vLLM of its own, on the same GPU."""
         return self.ranks if (self.engine, self.parallel) == ("vllm", "data") else 1
 
+    @property
+    def hidden_size(self) -> int:
+        """What DeepEP takes: any number of 512 bytes, or for low latency one of its own sizes."""
+        if not self.dispatch:
+            return 128
+        return 2048 if self.dispatch == "deepep_low_latency" else 256
+
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
         if self.dispatch:

@@ -1,6 +1,7 @@
 """What has values on the emulated GPU: torch's operators, collectives, and engines' answers.
 
 values.py FOUND                                  a row for each of these, and each way to serve
+values.py FOUND PART ...                         the ways with a PART in their names, no more
 values.py rank OUT MODEL EXPECTED RUN WAY RANK   a process of one of the latter
 
 Answers are greedy tokens in float32, compared with those of transformers on the CPU. Every engine
@@ -52,7 +53,8 @@ from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
 PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
-POOL, FEWER_TOKENS = 80, 6  # from which those for bfloat16 are chosen
+SIZES = PROMPTS, NEW_TOKENS
+POOL, FEWER_TOKENS = 60, 6  # from which those for bfloat16 are chosen
 LARGEST_IMBALANCE = 1.02
 CHECKED = {**SETTINGS, "self_check": "full", "verify_every": 1, "min_batch_tokens": 64}
 
@@ -81,24 +83,32 @@ def main() -> None:
 
     load_general_plugins()
     load_plugins()
-    report = Report(Path(sys.argv[1]))
-    report.run("torch's samples of its operators", check_operators)
-    report.run("collectives", check_collectives)
-    report.run("vllm's attention", check_attention)
-    report.run("sglang's attention", check_sglangs_attention)
-    report.run("vllm's experts", check_experts)
-    report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
+    report, parts = Report(Path(sys.argv[1])), sys.argv[2:]
+    chosen = [way for way in WAYS if not parts or any(part in way.name for part in parts)]
+    if not parts:
+        report.run("torch's samples of its operators", check_operators)
+        report.run("collectives", check_collectives)
+        report.run("vllm's attention", check_attention)
+        report.run("sglang's attention", check_sglangs_attention)
+        report.run("vllm's experts", check_experts)
+        report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        spec = replace(tiny_qwen3(), head_dim=64)  # 4 heads
-        model = make_model(Path(folder, "model"), spec)
-        expected = {each: Path(folder, f"{each}.json") for each in ("float32", "bfloat16")}
-        expected["float32"].write_text(json.dumps(by_transformers(model, PROMPTS, NEW_TOKENS)))
-        of_many = by_transformers(model, POOL, FEWER_TOKENS)
-        decided = sorted(of_many, key=lambda each: -each["margin"])[:PROMPTS]
-        expected["bfloat16"].write_text(json.dumps(decided))
-        for way in WAYS:
-            report.run(way.name, check, model, expected[way.dtype], way)
+        asked: dict[int, tuple[Path, Path]] = {}
+        for way in chosen:
+            if way.hidden_size not in asked:
+                asked[way.hidden_size] = make_questions(Path(folder, str(way.hidden_size)), way)
+            report.run(way.name, check, *asked[way.hidden_size], way)
     sys.exit(not report.all_passed)
+
+
+def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
+    """A model, and a file of prompts with their answers."""
+    spec = replace(tiny_qwen3(), head_dim=64, hidden_size=way.hidden_size)  # 4 heads
+    model, expected = make_model(folder / "model", spec), folder / "expected.json"
+    answers = by_transformers(model, *((POOL, FEWER_TOKENS) if way.dispatch else SIZES))
+    decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
+    expected.write_text(json.dumps(decided if way.dispatch else answers))
+    return model, expected
 
 
 def prompts(number: int) -> list[list[int]]:

@@ -66,10 +66,7 @@ _PARALLEL = "moe_config.moe_parallel_config"
 
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
 _ALL2ALL_BACKENDS = (
-    "allgather_reducescatter",
-    "deepep_high_throughput",
-    "deepep_low_latency",
-    "deepep_v2",
+    *("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2"),
     "flashinfer_nvlink_one_sided",
 )
 _REFUSED_DISPATCH = {
@@ -77,10 +74,7 @@ _REFUSED_DISPATCH = {
     "nixl_ep": "its buffer is made once in a process, for the model's experts without slots",
     "moonep": "it copies experts itself",
     "passthrough": "the experts' kernel sends tokens itself, by logical ids",
-    "mori_high_throughput": "it is for AMD's GPUs",
-    "mori_low_latency": "it is for AMD's GPUs",
 }
-_REFUSED_DISPATCH["flashinfer_all2allv"] = _REFUSED_DISPATCH["flashinfer_nvlink_two_sided"]
 _MOST_EXPERTS, _MOST_ON_A_RANK = 2048, 256  # of DeepEP v2; the first also of TRT-LLM's kernels
 _EXPERT_KERNELS = (
     "TritonExperts",
@@ -391,8 +385,8 @@ def _too_many_experts(layer: RoutedExperts, slots: int) -> str | None:
     parallel, on_a_rank = layer.moe_config.moe_parallel_config, layer.local_num_experts + slots
     kernel = type(layer.quant_method.moe_kernel.fused_experts).__name__
     total, through_v2 = parallel.ep_size * on_a_rank, parallel.use_deepep_v2_kernels
-    is_limited = through_v2 or kernel.startswith("TrtLlm")
-    if (is_limited and total > _MOST_EXPERTS) or (through_v2 and on_a_rank > _MOST_ON_A_RANK):
+    most = _MOST_EXPERTS if through_v2 or kernel.startswith("TrtLlm") else total
+    if total > most or (through_v2 and on_a_rank > _MOST_ON_A_RANK):
         return (
             f"{'deepep_v2' if through_v2 else kernel} does not take {total} experts, "
             f"{on_a_rank} on a rank, {slots} of them in slots; use fewer --slots or more ranks"

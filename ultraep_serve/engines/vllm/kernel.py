@@ -10,8 +10,6 @@ with 0.32 and 0.33.
 
 import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +18,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.distributed import get_ep_group
 from vllm.distributed.device_communicators.all2all import FlashInferNVLinkOneSidedManager
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
@@ -48,32 +47,6 @@ def with_slots(
     kernel = mk.FusedMoEKernel(BalancedStage(stage, index, flow), experts)
     kernel.impl = _OverSlots(kernel.impl, layer, shape, flow)
     return kernel
-
-
-@contextmanager
-def _manager_for(num_experts: int) -> Iterator[None]:
-    """Have stages that are made meanwhile dispatch to ``num_experts``.
-
-    FlashInfer's one-sided manager serves one number of experts, and all layers, those of a draft
-    model too. So stages with slots share another; FlashInfer gives both the same workspace.
-    """
-    communicator = get_ep_group().device_communicator
-    manager = getattr(communicator, "all2all_manager", None)
-    if not isinstance(manager, FlashInferNVLinkOneSidedManager):
-        yield
-        return
-    communicator.all2all_manager = _another(manager, num_experts)
-    try:
-        yield
-    finally:
-        communicator.all2all_manager = manager
-
-
-@lru_cache(maxsize=1)
-def _another(
-    manager: FlashInferNVLinkOneSidedManager, num_experts: int
-) -> FlashInferNVLinkOneSidedManager:
-    return type(manager)(manager.cpu_group)
 
 
 def plain_stage(layer: RoutedExperts) -> Any:
@@ -126,10 +99,7 @@ def _made_again(
     experts = weights.layer.quant_method.moe_kernel.fused_experts
     scales = with_own_scales(experts.quant_config)
     unquantised = moe.in_dtype if experts.expects_unquantized_inputs else None
-    with _manager_for(moe.num_experts):
-        stage = maybe_make_prepare_finalize(
-            moe=moe, quant_config=scales, allow_new_interface=True, input_dtype=unquantised
-        )
+    stage = _stage(moe=moe, quant_config=scales, input_dtype=unquantised)
     own = {"moe_config": moe, "quant_config": scales}
     names = inspect.signature(type(experts)).parameters
     given = {name: getattr(experts, name) for name in names if hasattr(experts, name)}
@@ -139,3 +109,25 @@ def _made_again(
             setattr(made, name, value)
     fit_shared_values(made, weights.parameters, shape)
     return stage, made
+
+
+def _stage(moe: FusedMoEConfig, **given: Any) -> mk.FusedMoEPrepareAndFinalizeModular:
+    """What dispatches to ``moe``'s experts.
+
+    FlashInfer's one-sided manager serves one number of experts, and all layers, those of a draft
+    model too. So stages with slots share another; FlashInfer gives both the same workspace.
+    """
+    communicator = get_ep_group().device_communicator
+    manager = getattr(communicator, "all2all_manager", None)
+    if isinstance(manager, FlashInferNVLinkOneSidedManager):
+        communicator.all2all_manager = _another(manager, moe.num_experts)
+    try:
+        return maybe_make_prepare_finalize(moe=moe, allow_new_interface=True, **given)
+    finally:
+        if manager is not None:
+            communicator.all2all_manager = manager
+
+
+@lru_cache(maxsize=1)
+def _another(manager: FlashInferNVLinkOneSidedManager, num_experts: int) -> Any:
+    return type(manager)(manager.cpu_group)
