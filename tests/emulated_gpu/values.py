@@ -68,7 +68,7 @@ WAYS = (
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
-    *(Way(parallel="data", dispatch=name, mistakes=("id",)) for name in DISPATCHES),
+    *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
     Way(parallel="data", dispatch="deepep_v2", may_capture=True),
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
