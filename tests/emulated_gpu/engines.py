@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from engine import GRAPHS, sharing
 
+from tests.emulated_gpu.plugin import DISPATCH
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 
 __all__ = ["Engine", "Way", "start"]
@@ -53,20 +54,38 @@ class Way:
     decode_in_graphs: bool = False
     ranks: int = 2
     mistakes: Sequence[str] = ()
+    dispatch: str = ""  # vLLM's --all2all-backend, through a reference of its library
+    may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
 
     @property
     def name(self) -> str:
         runner = f", V{self.runner} runner" if self.engine == "vllm" else ""
         batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
-        return f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
+        ways = f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
+        layout = " (rows as sent)" if self.may_capture else ""
+        return f"{ways}, {self.dispatch}{layout}" if self.dispatch else ways
+
+    @property
+    def dtype(self) -> str:
+        """The libraries combine in bfloat16."""
+        return "bfloat16" if self.dispatch else TYPE
 
     @property
     def processes(self) -> int:
         """That are started here: a data-parallel rank is a vLLM of its own, on the same GPU."""
         return self.ranks if (self.engine, self.parallel) == ("vllm", "data") else 1
 
+    @property
+    def hidden_size(self) -> int:
+        """What DeepEP takes: any number of 512 bytes, or for low latency one of its own sizes."""
+        if not self.dispatch:
+            return 128
+        return 2048 if self.dispatch == "deepep_low_latency" else 256
+
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
+        if self.dispatch:
+            own |= {DISPATCH: "1", "EP_DISABLE_GIN": "1"}  # the emulated NCCL has no GIN
         if self.processes > 1:
             return own | sharing(rank, port)
         return own | {"EMULATED_GPU_DEVICES": str(self.ranks)}
@@ -94,8 +113,15 @@ class _Vllm:
         own: dict[str, Any] = {"enforce_eager": True}
         if way.decode_in_graphs:
             own = {"compilation_config": GRAPHS}
+        if way.may_capture:
+            own = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
         own["tensor_parallel_size"] = way.ranks if way.parallel == "tensor" else 1
-        self._engine = LLM(model, **VLLM, **own, additional_config={"ultraep": settings})
+        if way.dispatch:
+            one_sided = way.dispatch == "flashinfer_nvlink_one_sided"
+            own |= {"all2all_backend": way.dispatch, "dtype": way.dtype}
+            own["moe_backend"] = "flashinfer_cutlass" if one_sided else "auto"
+        own = {**VLLM, **own, "additional_config": {"ultraep": settings}}
+        self._engine = LLM(model, **own)
 
     def generate(self, prompts: Tokens, number: int) -> Tokens:
         from vllm import SamplingParams

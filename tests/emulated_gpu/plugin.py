@@ -7,10 +7,13 @@ their Triton kernels have values too (``operators``, ``references``).
 
 import ctypes
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["execute_kernels", "prepare_sglang", "prepare_vllm"]
+__all__ = ["DISPATCH", "execute_kernels", "prepare_sglang", "prepare_vllm"]
+
+DISPATCH = "EMULATED_GPU_DISPATCH"  # set where DeepEP and FlashInfer's dispatch seem installed
 
 _OURS = "ultraep_kernels"  # in the names of source files, which Triton puts into PTX
 _kept: list[Any] = []  # that the library reads
@@ -26,13 +29,19 @@ def execute_kernels() -> None:
     knobs.runtime.kernel_load_end_hook = _execute
     compute_torch()
     interpret_kernels()
+    if os.environ.get(DISPATCH):
+        from tests.emulated_gpu.references.deep_ep import install_deep_ep
+
+        install_deep_ep()
 
 
 def prepare_vllm() -> None:
     """Entry point of vLLM: give what it has compiled values."""
     from tests.emulated_gpu.mistakes import make_mistakes
-    from tests.emulated_gpu.references.vllm import compute_vllm
+    from tests.emulated_gpu.references.vllm import compute_vllm, offer_dispatch
 
+    if os.environ.get(DISPATCH):
+        offer_dispatch()
     compute_vllm()
     make_mistakes()
 

@@ -1,12 +1,16 @@
 """What has values on the emulated GPU: torch's operators, collectives, and engines' answers.
 
 values.py FOUND                                  a row for each of these, and each way to serve
+values.py FOUND PART ...                         the ways with a PART in their names, no more
 values.py rank OUT MODEL EXPECTED RUN WAY RANK   a process of one of the latter
 
 Answers are greedy tokens in float32, compared with those of transformers on the CPU. Every engine
 answers the same prompts balanced, with each of ``mistakes`` if there it makes them, balanced again,
 and with policy off. All layers of all prefill batches are sampled. Tokens must all be those of
 transformers, and samples must fail where a mistake is made and nowhere else.
+
+DeepEP and FlashInfer combine in bfloat16. There the prompts are those of many whose next tokens are
+likelier than all others by most, by transformers in float32, so that rounding does not choose.
 """
 
 import json
@@ -49,15 +53,23 @@ from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
 PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
+SIZES = PROMPTS, NEW_TOKENS
+POOL, FEWER_TOKENS = 60, 6  # from which those for bfloat16 are chosen
 LARGEST_IMBALANCE = 1.02
 CHECKED = {**SETTINGS, "self_check": "full", "verify_every": 1, "min_batch_tokens": 64}
 
 
+DISPATCHES = (
+    *("deepep_high_throughput", "deepep_low_latency", "deepep_v2"),
+    "flashinfer_nvlink_one_sided",
+)
 WAYS = (
     Way(mistakes=tuple(FOUND_BY)),
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
+    *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
+    Way(parallel="data", dispatch="deepep_v2", may_capture=True),
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True),
@@ -72,42 +84,56 @@ def main() -> None:
 
     load_general_plugins()
     load_plugins()
-    report = Report(Path(sys.argv[1]))
-    report.run("torch's samples of its operators", check_operators)
-    report.run("collectives", check_collectives)
-    report.run("vllm's attention", check_attention)
-    report.run("sglang's attention", check_sglangs_attention)
-    report.run("vllm's experts", check_experts)
-    report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
+    report, parts = Report(Path(sys.argv[1])), sys.argv[2:]
+    chosen = [way for way in WAYS if not parts or any(part in way.name for part in parts)]
+    if not parts:
+        report.run("torch's samples of its operators", check_operators)
+        report.run("collectives", check_collectives)
+        report.run("vllm's attention", check_attention)
+        report.run("sglang's attention", check_sglangs_attention)
+        report.run("vllm's experts", check_experts)
+        report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        spec = replace(tiny_qwen3(), head_dim=64)  # 4 heads
-        model = make_model(Path(folder, "model"), spec)
-        expected = Path(folder, "expected.json")
-        expected.write_text(json.dumps(by_transformers(model)))
-        for way in WAYS:
-            report.run(way.name, check, model, expected, way)
+        asked: dict[int, tuple[Path, Path]] = {}
+        for way in chosen:
+            if way.hidden_size not in asked:
+                asked[way.hidden_size] = make_questions(Path(folder, str(way.hidden_size)), way)
+            report.run(way.name, check, *asked[way.hidden_size], way)
     sys.exit(not report.all_passed)
 
 
-def prompts() -> list[list[int]]:
+def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
+    """A model, and a file of prompts with their answers."""
+    spec = replace(tiny_qwen3(), head_dim=64, hidden_size=way.hidden_size)  # 4 heads
+    model, expected = make_model(folder / "model", spec), folder / "expected.json"
+    answers = by_transformers(model, *((POOL, FEWER_TOKENS) if way.dispatch else SIZES))
+    decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
+    expected.write_text(json.dumps(decided if way.dispatch else answers))
+    return model, expected
+
+
+def prompts(number: int) -> list[list[int]]:
     """Token ids."""
     by_chance = random.Random(5)
-    sizes = [by_chance.randint(FEWEST, MOST) for _ in range(PROMPTS)]
+    sizes = [by_chance.randint(FEWEST, MOST) for _ in range(number)]
     return [[by_chance.randint(*WORDS) for _ in range(size)] for size in sizes]
 
 
-def by_transformers(model: Path) -> list[list[int]]:
-    """Tokens on the CPU, without a cache, so that nothing is shared with what is checked."""
+def by_transformers(model: Path, number: int, tokens: int) -> list[dict[str, Any]]:
+    """Prompts, and tokens on the CPU, without a cache, so that nothing is shared with what is
+    checked; ``margin`` is the least by which the likeliest token's logit is above all others'."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
     with torch.inference_mode():
-        for prompt in prompts():
-            ids = list(prompt)
-            for _ in range(NEW_TOKENS):
-                ids.append(int(network(torch.tensor([ids])).logits[0, -1].argmax()))
-            found.append(ids[len(prompt) :])
+        for prompt in prompts(number):
+            ids, margin = list(prompt), float("inf")
+            for _ in range(tokens):
+                logits, likeliest = network(torch.tensor([ids])).logits[0, -1].topk(2)
+                ids.append(int(likeliest[0]))
+                margin = min(margin, float(logits[0] - logits[1]))
+            found.append({"prompt": prompt, "tokens": ids[len(prompt) :], "margin": margin})
     return found
 
 
@@ -175,8 +201,10 @@ class Asked:
 
     def same(self) -> int:
         """Of all answers, those that have the tokens of transformers."""
-        found = self._engine.generate(prompts(), NEW_TOKENS)
-        return sum(one == other for one, other in zip(found, self._expected, strict=True))
+        asked = [each["prompt"] for each in self._expected]
+        found = self._engine.generate(asked, len(self._expected[0]["tokens"]))
+        expected = [each["tokens"] for each in self._expected]
+        return sum(one == other for one, other in zip(found, expected, strict=True))
 
     def shown(self) -> dict[str, Any]:
         """What the rings say: imbalance, the self-check, and samples."""

@@ -12,7 +12,7 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 import torch.distributed as dist
 
-from tests.support.deep_ep_standin import Buffer, everywhere
+from tests.emulated_gpu.references.deep_ep import Buffer, everywhere
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile

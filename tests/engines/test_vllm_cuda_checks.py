@@ -37,7 +37,12 @@ from ultraep_serve.engines.common.loaded import require_one_number
 from ultraep_serve.errors import UnsupportedError
 
 KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanced
-    unquantized.UnquantizedMoeBackend: ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"),
+    unquantized.UnquantizedMoeBackend: (
+        "TRITON",
+        "BATCHED_TRITON",
+        "FLASHINFER_CUTLASS",
+        "FLASHINFER_TRTLLM",
+    ),
     fp8_kernels.Fp8MoeBackend: (
         "TRITON",
         "BATCHED_TRITON",
@@ -71,7 +76,7 @@ KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanc
 
 def refusal(layer: Any) -> str:
     with pytest.raises(UnsupportedError, match="set on_unsupported to off") as error:
-        checks.check_device_execution(layer)
+        checks.check_device_execution(layer, slots=2)
     return str(error.value)
 
 
@@ -94,28 +99,38 @@ def test_accepted_names_are_vllms_own() -> None:
     assert kernels == set(checks._EXPERT_KERNELS)
 
 
+AGRS, ONE_SIDED = "allgather_reducescatter", "flashinfer_nvlink_one_sided"
+
+
 @pytest.mark.parametrize(
-    ("weights", "oracle", "names"),
+    ("weights", "oracle", "backend", "names"),
     [
-        ("nvfp4", nvfp4.map_nvfp4_backend, ("marlin", "flashinfer_cutlass")),
-        ("mxfp4", lambda name: mxfp4.map_mxfp4_backend(name)[0], ("marlin",)),
-        ("int4", int_wna16.map_wna16_backend, ("marlin",)),
-        ("torch.int8", int8.map_int8_backend, ("triton",)),
-        ("torch.float8_e4m3fn", fp8_kernels.map_fp8_backend, ("triton",)),
-        ("None", unquantized.map_unquantized_backend, ("triton",)),
+        ("nvfp4", nvfp4.map_nvfp4_backend, AGRS, ("marlin", "flashinfer_cutlass")),
+        ("mxfp4", lambda name: mxfp4.map_mxfp4_backend(name)[0], AGRS, ("marlin",)),
+        ("int4", int_wna16.map_wna16_backend, ONE_SIDED, ("marlin",)),
+        ("torch.int8", int8.map_int8_backend, AGRS, ("triton",)),
+        ("torch.float8_e4m3fn", fp8_kernels.map_fp8_backend, AGRS, ("triton",)),
+        ("torch.float8_e4m3fn", fp8_kernels.map_fp8_backend, ONE_SIDED, ("flashinfer_cutlass",)),
+        ("None", unquantized.map_unquantized_backend, AGRS, ("triton",)),
+        ("None", unquantized.map_unquantized_backend, ONE_SIDED, ("flashinfer_cutlass",)),
     ],
 )
 def test_the_flag_that_refusals_name_gives_a_kernel_that_is_balanced(
-    weights: str, oracle: Any, names: tuple[str, ...]
+    weights: str, oracle: Any, backend: str, names: tuple[str, ...]
 ) -> None:
     config = SimpleNamespace(weight_quant_dtype=weights)
-    layer: Any = SimpleNamespace(quant_method=SimpleNamespace(moe_quant_config=config))
+    parallel = vllm_layers.parallel_of(0, 4, backend)
+    layer: Any = SimpleNamespace(
+        quant_method=SimpleNamespace(moe_quant_config=config),
+        moe_config=SimpleNamespace(moe_parallel_config=parallel),
+    )
     assert expert_tensors.other_kernel(layer) == f"--moe-backend {' or '.join(names)}"
     assert set(names) <= set(get_args(MoEBackend))
     for name in names:
         backend = oracle(name)
         kernels = sys.modules[type(backend).__module__].backend_to_kernel_cls(backend)  # type: ignore[attr-defined]
         assert kernels[-1].__name__ in checks._EXPERT_KERNELS
+        assert kernels[-1]._supports_parallel_config(parallel)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
@@ -124,7 +139,7 @@ def test_what_is_verified_is_accepted(balanced: Any, num_hosts: int) -> None:
     balanced(parallel_state, "_NODE_COUNT", num_hosts)
     for _ in range(2):
         checks.check_settings(config, BalanceConfig())
-        checks.check_device_execution(layer)
+        checks.check_device_execution(layer, slots=2)
         config.parallel_config.enable_dbo = True  # micro-batches
 
 
@@ -135,8 +150,38 @@ def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
     layer, _ = build(balanced)
     layer.moe_config.moe_parallel_config.all2all_backend = backend
     message = refusal(layer)
-    assert f"dispatch through {backend} has not been verified" in message
-    assert "use --all2all-backend allgather_reducescatter" in message
+    reason = checks._REFUSED_DISPATCH.get(backend, "it has not been verified")
+    assert f"no dispatch through {backend}: {reason}; use --all2all-backend" in message
+
+
+def test_reasons_are_of_backends_that_vllm_has() -> None:
+    others = set(get_args(All2AllBackend)) - set(checks._ALL2ALL_BACKENDS)
+    assert set(checks._REFUSED_DISPATCH) <= others
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "ranks", "experts", "slots"),
+    [
+        ("deepep_v2", "TritonExperts", 256, 256, 7),  # 2,048 in all
+        ("deepep_v2", "TritonExperts", 2, 508, 2),  # 256 on a rank
+        (AGRS, "TrtLlmFp8ExpertsModular", 256, 256, 7),
+    ],
+)
+def test_experts_and_slots_together_fit_what_dispatches_and_computes_them(
+    balanced: Any, backend: str, kernel: str, ranks: int, experts: int, slots: int
+) -> None:
+    layer, _ = build(balanced)
+    parallel = vllm_layers.parallel_of(0, ranks, backend)
+    held: Any = SimpleNamespace(
+        moe_config=SimpleNamespace(moe_parallel_config=parallel),
+        local_num_experts=experts // ranks,
+        quant_method=SimpleNamespace(
+            moe_kernel=SimpleNamespace(fused_experts=type(kernel, (), {})())
+        ),
+    )
+    assert checks._too_many_experts(held, slots) is None
+    assert "use fewer --slots or more ranks" in str(checks._too_many_experts(held, slots + 1))
+    assert checks._too_many_experts(layer, 64) is None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +253,7 @@ def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> 
     """Two engines of two ranks: with sequence parallelism each of the four has its own tokens."""
     own = vllm_layers.parallel_of(0, 4, "allgather_reducescatter", tensor_size=2)
     layer, _ = build(balanced, parallel=own)
-    checks.check_device_execution(layer)
+    checks.check_device_execution(layer, slots=2)
     own.sp_size = 1
     assert "count them more than once" in refusal(layer)
 

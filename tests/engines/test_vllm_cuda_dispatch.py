@@ -1,6 +1,7 @@
 """Batches through every way of dispatch that the vLLM adapter accepts on GPUs, on three ranks."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.model import balance
     from ultraep_serve.engines.vllm.stage import BalancedStage
 
+from tests.emulated_gpu.references.deep_ep import ElasticBuffer
+from tests.emulated_gpu.references.flashinfer import MoeAlltoAll
 from tests.support.experts import (
     ALWAYS_PAYS,
     NUM_EXPERTS,
@@ -39,12 +42,13 @@ from tests.support.ranks import run_settings
 from ultraep_serve.config import BalanceConfig
 
 THRESHOLD = 48
-BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS)
+EXPANDED, AS_SENT = "deepep_v2", "deepep_v2 with graphs"  # the two layouts of what arrives
+BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS, AS_SENT)
 
 
 def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
     engine_group(run_dirs[0], rank, NUM_RANKS)
-    transports.install_deep_ep()
+    transports.install_libraries()
     replace_device(setattr)
     return [
         serve_through(backend, rank, run_dir)
@@ -52,13 +56,19 @@ def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
+def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
+    backend = name.partition(" ")[0]
     settings = BalanceConfig(
         run_dir=run_dir, slots=NUM_SLOTS, min_batch_tokens=THRESHOLD, costs=ALWAYS_PAYS
     )
     transports.Buffer.destroyed, transports.Buffer.made = 0, []
+    MoeAlltoAll.workspaces.clear()
+    ElasticBuffer.made.clear()
     transports.join_ranks(rank, NUM_RANKS, backend)
     config = vllm_layers.engine_config(rank, NUM_RANKS, backend, NAMES)
+    if backend == EXPANDED:
+        model = SimpleNamespace(enforce_eager=name == EXPANDED, max_model_len=64)
+        object.__setattr__(config, "model_config", model)
     parallel = vllm_layers.parallel_of(rank, NUM_RANKS, backend)
     layers = [vllm_layers.build_layer(config, parallel, name) for name in NAMES]
     weights = [
@@ -67,6 +77,7 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
     for layer, tensors in zip(layers, weights, strict=True):
         vllm_layers.load(layer, config, tensors)
     with set_current_vllm_config(config):
+        plain = [layer.quant_method.moe_kernel.prepare_finalize for layer in layers]
         balanced = balance(settings, config, layers)
     sizes = {"large": 60, "dummy": 60 if rank or not backend else 1, "small": 2}
     found: dict[str, Any] = {
@@ -77,18 +88,51 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
         for name, size in sizes.items()
     }
     balanced.require_in_place()
+    last = backend, rank, config, layers[-1], weights[-1]
+    wrong = {each.__name__: str(each(*last)) for each in (logical_ids, without_slots)}
     kernel = layers[0].quant_method.moe_kernel
     stage = kernel.prepare_finalize
     assert isinstance(stage, BalancedStage)
     return {
         **found,
+        "wrong": wrong,
         "stage": type(stage.wrapped).__name__,
         "rows": [layer.quant_method.moe_kernel.impl._weights[0].shape[0] for layer in layers],
         "map": kernel.impl._expert_map.tolist(),
         "offset": getattr(stage, "rank_expert_offset", None),
         "made": transports.Buffer.made,
         "destroyed": transports.Buffer.destroyed,
+        "elastic": len(ElasticBuffer.made),
+        "workspaces": len(MoeAlltoAll.workspaces),
+        "numbers": [
+            getattr(getattr(each, "all2all_manager", None), "num_experts", 0)
+            for each in (plain[0], stage)
+        ],
     }
+
+
+def logical_ids(backend: str, rank: int, config: VllmConfig, layer: Any, tensors: Any) -> float:
+    """The error of an adapter that plans, and dispatches by what the router chose."""
+    flow = layer.quant_method.moe_kernel.prepare_finalize._flow
+    with pytest.MonkeyPatch.context() as patch:
+        route = flow.route
+        patch.setattr(flow, "route", lambda layer, ids: (route(layer, ids), ids)[1])
+        error: float = run_batch(backend, rank, config, layer, tensors, 60)["error"]
+    return error
+
+
+def without_slots(backend: str, rank: int, config: VllmConfig, layer: Any, tensors: Any) -> str:
+    """What comes of an adapter that gives the number of the model's experts; the last batch."""
+    kernel = layer.quant_method.moe_kernel
+    kernel.impl._num_experts = NUM_EXPERTS
+    manager = getattr(kernel.prepare_finalize, "all2all_manager", None)
+    if hasattr(manager, "num_experts"):
+        communication = getattr(manager, "communication", None)
+        primitive = communication.alltoall if communication else manager.moe_alltoall
+        primitive.num_experts = NUM_EXPERTS
+    with pytest.raises(AssertionError) as found:
+        run_batch(backend, rank, config, layer, tensors, 60)
+    return str(found.value)
 
 
 def run_batch(
@@ -145,6 +189,15 @@ def test_replicas_compute_what_their_masters_would(served: Any, backend: str) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
+def test_wrong_adapters_are_found(served: Any, backend: str) -> None:
+    """That what is above would fail; where every rank has all rows nobody counts experts."""
+    for result in served[backend]:
+        assert float(result["wrong"]["logical_ids"]) > 0.1
+        if backend not in (transports.TENSOR, "allgather_reducescatter"):
+            assert "an id beyond the experts" in result["wrong"]["without_slots"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
 def test_small_batches_stay_at_home_and_dummy_batches_keep_step(served: Any, backend: str) -> None:
     on_slots = {
         name: [layer["on_slots"] for result in served[backend] for layer in result[name]]
@@ -157,7 +210,7 @@ def test_small_batches_stay_at_home_and_dummy_batches_keep_step(served: Any, bac
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
 def test_layer_is_told_of_all_physical_experts(served: Any, backend: str) -> None:
-    stages = ("NoDPEP", "NaiveDPEP", "DeepEPHT", "DeepEPLL")
+    stages = ("NoDPEP", "NaiveDPEP", "DeepEPHT", "DeepEPLL", "DeepEPV2", "OneSided", "DeepEPV2")
     for rank, result in enumerate(served[backend]):
         first = rank * NUM_LOCAL
         expected = [
@@ -167,7 +220,7 @@ def test_layer_is_told_of_all_physical_experts(served: Any, backend: str) -> Non
         assert result["map"] == expected
         assert result["rows"] == [NUM_LOCAL] * len(NAMES)
         assert stages[BACKENDS.index(backend)] in result["stage"]
-        if backend == "deepep_high_throughput":
+        if backend in ("deepep_high_throughput", EXPANDED, AS_SENT):
             assert result["offset"] == first
 
 
@@ -178,3 +231,12 @@ def test_buffers_made_for_logical_experts_are_destroyed(served: Any) -> None:
     for result in served["deepep_high_throughput"]:  # does not depend on their number
         assert len(result["made"]) == 1
         assert result["destroyed"] == 0
+    for result in served[EXPANDED]:  # nor do these
+        assert result["elastic"] == 1
+
+
+def test_one_sided_communication_is_for_as_many_experts_as_its_layers_have(served: Any) -> None:
+    """One for layers without slots, such as a draft's, and one with, over the same workspace."""
+    for result in served["flashinfer_nvlink_one_sided"]:
+        assert result["numbers"] == [NUM_EXPERTS, NUM_RANKS * NUM_LOCAL]
+        assert result["workspaces"] == 1

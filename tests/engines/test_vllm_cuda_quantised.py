@@ -47,7 +47,7 @@ from ultraep_serve.types import TokenView
 def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) -> None:
     """Rows of slots are copied from masters in the layer's parameters, then seen by the kernel."""
     layer, config = build_format(balanced, name)
-    checks.check_device_execution(layer)
+    checks.check_device_execution(layer, slots=2)
     parameters = expert_tensors.expert_parameters(layer)
     execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
     weights, plain = [ExpertWeights(layer, parameters)], layer.quant_method.moe_kernel
@@ -236,9 +236,9 @@ def test_experts_quantised_while_loading_are_taken_over_when_that_has_ended(
     assert len(final) == 2
     if kernel == "SomeExperts":
         with pytest.raises(UnsupportedError, match="expert kernel SomeExperts has not been verif"):
-            checks.check_device_execution(layer)
+            checks.check_device_execution(layer, slots=2)
         return
-    checks.check_device_execution(layer)
+    checks.check_device_execution(layer, slots=2)
     parameters = expert_tensors.expert_parameters(layer)
     assert final[-1] in [parameter.data_ptr() for parameter in parameters]
     dtypes = Counter(parameter.dtype for parameter in parameters)

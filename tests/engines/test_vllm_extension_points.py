@@ -1,6 +1,8 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
 
+import ast
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -28,12 +30,14 @@ with warnings.catch_warnings():
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from tests.support import vllm_layers
-    from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, build, configure
-    from ultraep_serve.engines.vllm import checks, headless, load, model
+    from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, SHAPE, build, configure
+    from ultraep_serve.engines.vllm import checks, expert_tensors, headless, kernel, load, model
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
+from tests.emulated_gpu.references import deep_ep, flashinfer
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
+from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.engine import PLUGIN_GROUPS
 from ultraep_serve.system.versions import VLLM_CPU
@@ -177,7 +181,7 @@ def test_layers_of_any_class_get_the_stage_that_balances(
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
     layer, _ = build(balanced, config=config, kind=kind)
     checks.check_layer(layer)
-    checks.check_device_execution(layer)
+    checks.check_device_execution(layer, slots=2)
     stage = layer.quant_method.moe_kernel.prepare_finalize
     assert isinstance(stage, mk.FusedMoEPrepareAndFinalizeModular)
     wrapper = BalancedStage(stage, 0, Flow(TokenView.OWN))
@@ -203,6 +207,55 @@ def test_every_question_about_a_stage_is_answered_by_the_one_that_is_wrapped() -
         if not name.startswith("_") and (callable(value) or isinstance(value, property))
     }
     assert asked <= vars(BalancedStage).keys()
+
+
+def test_a_stage_with_slots_is_made_where_vllm_makes_stages_of_any_backend(
+    balanced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is found there however vLLM chooses it, by a registry of others' stages too."""
+    layer, _ = build(balanced)
+    made, asked = object(), list[Any]()
+    monkeypatch.setattr(
+        kernel, "maybe_make_prepare_finalize", lambda **given: (asked.append(given), made)[1]
+    )
+    weights = ExpertWeights(layer, expert_tensors.expert_parameters(layer))
+    stage, experts = kernel._made_again(weights, SHAPE)
+    assert stage is made
+    ((moe,),) = ([given["moe"]] for given in asked)
+    assert moe is experts.moe_config
+    numbers = moe.num_experts, moe.num_local_experts
+    assert numbers == (SHAPE.num_ranks * SHAPE.num_local, SHAPE.num_local)
+
+
+@pytest.mark.parametrize(
+    ("stage", "owner", "kind"),
+    [
+        ("deepep_ht", "self.buffer", deep_ep.Buffer),
+        ("deepep_ll", "self.buffer", deep_ep.Buffer),
+        ("deepep_v2", "self.buffer", deep_ep.ElasticBuffer),
+        ("flashinfer_nvlink_one_sided", "communication", flashinfer.NVLinkOneSidedAlltoAll),
+        (
+            "flashinfer_nvlink_one_sided",
+            "self.all2all_manager.moe_alltoall",
+            flashinfer.MoeAlltoAll,
+        ),
+    ],
+)
+def test_references_of_libraries_take_what_vllm_gives(stage: str, owner: str, kind: type) -> None:
+    root = Path(mk.__file__).parent / "prepare_finalize"
+    calls = [
+        call
+        for call in ast.walk(ast.parse((root / f"{stage}.py").read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == owner
+    ]
+    for call in calls:
+        given = {each.arg: None for each in call.keywords if each.arg}
+        function = getattr(kind, call.func.attr)  # type: ignore[attr-defined]
+        inspect.signature(function).bind(None, *call.args, **given)
+    if owner == "self.buffer":
+        assert len(calls) >= 2  # dispatch and combine
 
 
 def test_an_engine_starts_where_another_one_was_balanced() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.deep_ep_standin import install_deep_ep
+from tests.emulated_gpu.references.deep_ep import install_deep_ep
 from tests.support.experts import NUM_EXPERTS, TOP_K, Batch, sum_of_experts, swiglu
 from ultraep_serve.types import ExpertShape
 

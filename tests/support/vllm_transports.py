@@ -1,6 +1,6 @@
 """Dispatch and combine between processes, under vLLM's own managers and stages.
 
-DeepEP's is in ``deep_ep_standin``.
+What DeepEP and FlashInfer would do is in ``tests/emulated_gpu/references``.
 """
 
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import all2all_utils
 
-from tests.support import deep_ep_standin
-from tests.support.deep_ep_standin import everywhere
+from tests.emulated_gpu.references import deep_ep, flashinfer
+from tests.emulated_gpu.references.deep_ep import everywhere
 
 TENSOR = ""  # in place of a dispatch backend: every rank has all tokens
 
@@ -46,7 +46,7 @@ class Group:
         return None
 
 
-class Buffer(deep_ep_standin.Buffer):
+class Buffer(deep_ep.Buffer):
     """What vLLM asks of it beyond that; ``destroyed`` counts what its user must free."""
 
     destroyed = 0
@@ -55,15 +55,43 @@ class Buffer(deep_ep_standin.Buffer):
         Buffer.destroyed += 1
 
 
-def install_deep_ep() -> None:
-    """Make ``deep_ep`` importable, and vLLM's classes for it known where it looks for them."""
-    deep_ep_standin.install_deep_ep(Buffer)
-    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht, deepep_ll
+def install_libraries() -> None:
+    """Make libraries importable, and vLLM's classes for them known where it looks for them."""
+    deep_ep.install_deep_ep(Buffer)
+    flashinfer.install_flashinfer()
+    from vllm.distributed.device_communicators import all2all
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import (
+        deepep_ht,
+        deepep_ll,
+        deepep_v2,
+    )
+    from vllm.utils import flashinfer as library
 
     utils: Any = all2all_utils
     utils.DeepEPHTPrepareAndFinalize = deepep_ht.DeepEPHTPrepareAndFinalize
     utils.DeepEPLLPrepareAndFinalize = deepep_ll.DeepEPLLPrepareAndFinalize
     utils.DEEPEP_QUANT_BLOCK_SHAPE = deepep_ll.DEEPEP_QUANT_BLOCK_SHAPE
+    utils.DeepEPV2PrepareAndFinalize = deepep_v2.DeepEPV2PrepareAndFinalize
+    deepep_v2._globalize_recv_topk_idx = _globalised  # type: ignore[assignment]
+    there: Any = library
+    there.has_flashinfer_nvlink_two_sided = lambda: True  # vLLM 0.32's communicator asks for it
+    managers: Any = all2all
+    managers.has_flashinfer_nvlink_one_sided = lambda: True
+    managers.MoeAlltoAll, managers.Mapping = flashinfer.MoeAlltoAll, flashinfer._mapping
+    managers.MnnvlConfig = flashinfer._config
+    managers.moe_a2a_get_workspace_size_per_rank = flashinfer.moe_a2a_get_workspace_size_per_rank
+    accelerator: Any = torch.accelerator
+    accelerator.empty_cache = accelerator.synchronize = lambda: None
+    accelerator.device_count = accelerator.current_device_index = lambda: 0
+
+
+def _globalised(
+    ids: torch.Tensor, received: torch.Tensor, offset: int, num_experts: int
+) -> torch.Tensor:
+    """What vLLM's Triton kernel of that name does."""
+    own = (ids >= 0) & (ids + offset < num_experts)
+    own &= torch.arange(len(ids))[:, None] < received[-1]
+    return ids.copy_(torch.where(own, ids + offset, -1))
 
 
 def join_ranks(rank: int, num_ranks: int, backend: str) -> None:
@@ -80,14 +108,20 @@ def join_ranks(rank: int, num_ranks: int, backend: str) -> None:
         "allgather_reducescatter": all2all.AgRsAll2AllManager,
         "deepep_high_throughput": all2all.DeepEPHTAll2AllManager,
         "deepep_low_latency": all2all.DeepEPLLAll2AllManager,
+        "deepep_v2": all2all.DeepEPV2All2AllManager,
+        "flashinfer_nvlink_one_sided": all2all.FlashInferNVLinkOneSidedManager,
     }
     if managers[backend] is not None:
-        manager = managers[backend].__new__(managers[backend])
-        manager.cpu_group, manager.internode, manager.num_sms = None, False, 20
+        group.device_communicator = SimpleNamespace(get_symmetric_memory_buffer=lambda *_: None)
+        if managers[backend] is all2all.FlashInferNVLinkOneSidedManager:
+            manager = managers[backend](group.cpu_group)
+        else:
+            manager = managers[backend].__new__(managers[backend])
+            manager.cpu_group = None
+        manager.internode, manager.num_sms = False, 20
+        manager._device_group, manager._num_sms, manager._gin_checked = None, None, True
         manager.rank, manager.world_size, manager.dp_world_size = rank, num_ranks, num_ranks
         manager.use_ep, manager.support_fault_tolerance = True, False
         manager.handle_cache = all2all.Cache()
         group.manager = manager
-        group.device_communicator = SimpleNamespace(
-            all2all_manager=manager, get_symmetric_memory_buffer=lambda *_: None
-        )
+        group.device_communicator.all2all_manager = manager

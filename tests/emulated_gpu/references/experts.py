@@ -1,10 +1,10 @@
-"""The Triton kernel of both engines' experts, by its contract; the interpreter takes minutes."""
+"""The Triton kernels of engines' experts, by their contracts; the interpreter takes minutes."""
 
 from types import SimpleNamespace
 
 import torch
 
-__all__ = ["fused_moe_kernel"]
+__all__ = ["batched_triton_kernel", "fused_moe_kernel"]
 
 # what SGLang's kernel may do beside; the interpreter has it
 _BEYOND = "c_sorted", "FUSE_SWIGLU", "FUSE_ADD_TO_OUTPUT", "MASK_OUTPUT", "FUSE_SUM_ALL_REDUCE"
@@ -43,6 +43,19 @@ def fused_moe_kernel(it: SimpleNamespace) -> bool:
         if it.MUL_ROUTED_WEIGHT:
             product *= it.topk_weights_ptr.view(-1)[own, None].float()
         out[own] = product.to(out.dtype)
+    return True
+
+
+def batched_triton_kernel(it: SimpleNamespace) -> bool:
+    """vLLM's, of rows that are by expert: ``a`` (E, T, K) times ``b`` (E, K, N), into ``c``."""
+    if it.use_fp8_w8a8 or it.use_int8_w8a16:
+        return False
+    sizes = it.max_num_tokens, it.K, it.N
+    for expert, tokens in enumerate(it.expert_num_tokens.tolist()):
+        a = it.a_ptr[expert].as_strided((tokens, sizes[1]), (it.stride_am, it.stride_ak))
+        b = it.b_ptr[expert].as_strided(sizes[1:], (it.stride_bk, it.stride_bn))
+        c = it.c_ptr[expert].as_strided((tokens, sizes[2]), (it.stride_cm, it.stride_cn))
+        c.copy_(a.float() @ b.float())
     return True
 
 

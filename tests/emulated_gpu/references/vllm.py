@@ -19,7 +19,8 @@ from tests.emulated_gpu.references.attention import (
     unified_attention,
 )
 from tests.emulated_gpu.references.contract import of_signature, replace_operators
-from tests.emulated_gpu.references.experts import fused_moe_kernel
+from tests.emulated_gpu.references.experts import batched_triton_kernel, fused_moe_kernel
+from tests.emulated_gpu.references.flashinfer import cutlass_fused_moe, install_flashinfer
 from tests.emulated_gpu.references.layers import (
     fused_add_rms_norm,
     in_blocks,
@@ -30,7 +31,7 @@ from tests.emulated_gpu.references.layers import (
 )
 from tests.emulated_gpu.references.marlin import gptq_marlin_repack, moe_wna16_marlin_gemm
 
-__all__ = ["compute_vllm"]
+__all__ = ["compute_vllm", "offer_dispatch"]
 
 
 @cache  # plug-ins may be called again
@@ -41,6 +42,7 @@ def compute_vllm() -> None:
     from vllm.v1.attention.backends import triton_attn
 
     REFERENCES.update(fused_moe_kernel=fused_moe_kernel, _topk_topp_kernel=topk_topp_kernel)
+    REFERENCES.update(batched_triton_kernel=batched_triton_kernel)
     for name, function in (
         ("unified_attention", unified_attention),
         ("triton_reshape_and_cache_flash", in_stream(store_in_pages)),
@@ -48,6 +50,30 @@ def compute_vllm() -> None:
         setattr(triton_attn, name, of_signature(getattr(triton_attn, name), function))
     for namespace, references in _OPERATORS.items():
         replace_operators(namespace, references, _LOOK_AT_NO_VALUES)
+
+
+@cache
+def offer_dispatch() -> None:
+    """Have vLLM find what it needs of DeepEP and FlashInfer for its all-to-all, but no more."""
+    from vllm.utils import flashinfer as library
+    from vllm.utils import import_utils
+
+    versions: Any = import_utils
+    versions._get_runtime_nccl_version = lambda: import_utils.DEEPEP_V2_MIN_NCCL_VERSION_RAW
+    library.has_flashinfer()  # remembered: all else of it is not there
+    install_flashinfer()
+    from vllm.distributed.device_communicators import all2all
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_v2
+
+    stages: Any = all2all_utils
+    stages.DeepEPV2PrepareAndFinalize = deepep_v2.DeepEPV2PrepareAndFinalize
+    managers: Any = all2all
+    managers.has_flashinfer_nvlink_one_sided = lambda: True
+    experts: Any = flashinfer_cutlass_moe
+    experts.has_flashinfer_cutlass_fused_moe = lambda: True
+    experts.flashinfer_cutlass_fused_moe = cutlass_fused_moe
 
 
 # ---- Triton kernels

@@ -66,7 +66,17 @@ _PLACEMENT: Requirement = (
 _PARALLEL = "moe_config.moe_parallel_config"
 
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
-_ALL2ALL_BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
+_ALL2ALL_BACKENDS = (
+    *("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2"),
+    "flashinfer_nvlink_one_sided",
+)
+_REFUSED_DISPATCH = {
+    "flashinfer_nvlink_two_sided": "vLLM's own answers with it have been reported wrong",
+    "nixl_ep": "its buffer is made once in a process, for the model's experts without slots",
+    "moonep": "it copies experts itself",
+    "passthrough": "the experts' kernel sends tokens itself, by logical ids",
+}
+_MOST_EXPERTS, _MOST_ON_A_RANK = 2048, 256  # of DeepEP v2; the first also of TRT-LLM's kernels
 _EXPERT_KERNELS = (
     "TritonExperts",
     "BatchedTritonExperts",
@@ -82,6 +92,7 @@ _EXPERT_KERNELS = (
     "BatchedMarlinExperts",
     "FlashInferExperts",
     "FlashInferCuteDSLBatchedExperts",
+    "TrtLlmBf16ExpertsModular",
     "TrtLlmFp8ExpertsModular",
     "TrtLlmMxfp4ExpertsModular",
     "TrtLlmNvFp4ExpertsModular",
@@ -315,12 +326,13 @@ def _wrong_ranks(layer: RoutedExperts) -> str | None:
     return None
 
 
-def check_device_execution(layer: RoutedExperts) -> None:
-    """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with replica slots."""
+def check_device_execution(layer: RoutedExperts, slots: int) -> None:
+    """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with ``slots``."""
     if problem := (
         unmet(layer, [_PLACEMENT])
         or _wrong_dispatch(layer)
         or _wrong_kernel(layer)
+        or _too_many_experts(layer, slots)
         or unmet(layer, _LAYER_ON_GPU)
     ):
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
@@ -361,9 +373,11 @@ def _always_replayed(vllm_config: VllmConfig) -> str | None:
 def _wrong_dispatch(layer: RoutedExperts) -> str | None:
     parallel = layer.moe_config.moe_parallel_config
     dispatches = parallel.use_all2all_kernels or parallel.use_passthrough_all2all
-    if dispatches and parallel.all2all_backend not in _ALL2ALL_BACKENDS:
+    backend = parallel.all2all_backend
+    if dispatches and backend not in _ALL2ALL_BACKENDS:
+        reason = _REFUSED_DISPATCH.get(backend, "it has not been verified")
         return (
-            f"dispatch through {parallel.all2all_backend} has not been verified; "
+            f"no dispatch through {backend}: {reason}; "
             f"use --all2all-backend {' or '.join(_ALL2ALL_BACKENDS)}"
         )
     per_engine = parallel.ep_size // parallel.dp_size
@@ -382,6 +396,20 @@ def _wrong_kernel(layer: RoutedExperts) -> str | None:
     kernel = type(method.moe_kernel.fused_experts).__name__
     if kernel not in _EXPERT_KERNELS:
         return f"expert kernel {kernel} has not been verified; use {other_kernel(layer)}"
+    return None
+
+
+def _too_many_experts(layer: RoutedExperts, slots: int) -> str | None:
+    """What takes fewer experts than there are with ``slots``, however many the model has."""
+    parallel, on_a_rank = layer.moe_config.moe_parallel_config, layer.local_num_experts + slots
+    kernel = type(layer.quant_method.moe_kernel.fused_experts).__name__
+    total, through_v2 = parallel.ep_size * on_a_rank, parallel.use_deepep_v2_kernels
+    most = _MOST_EXPERTS if through_v2 or kernel.startswith("TrtLlm") else total
+    if total > most or (through_v2 and on_a_rank > _MOST_ON_A_RANK):
+        return (
+            f"{'deepep_v2' if through_v2 else kernel} does not take {total} experts, "
+            f"{on_a_rank} on a rank, {slots} of them in slots; use fewer --slots or more ranks"
+        )
     return None
 
 

@@ -48,7 +48,9 @@ _OTHER_KERNELS = {
 
 def other_kernel(layer: RoutedExperts) -> str:
     """The flag that has vLLM choose a kernel for ``layer`` that can be balanced."""
-    return f"--moe-backend {_OTHER_KERNELS.get(_weight_type(layer), 'triton')}"
+    one_sided = layer.moe_config.moe_parallel_config.use_fi_nvl_one_sided_kernels
+    plain = "flashinfer_cutlass" if one_sided else "triton"  # vLLM has no Triton kernel for it
+    return f"--moe-backend {_OTHER_KERNELS.get(_weight_type(layer), plain)}"
 
 
 def expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:

@@ -10,11 +10,15 @@ with 0.32 and 0.33.
 
 import copy
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
+from vllm.distributed.device_communicators.all2all import FlashInferNVLinkOneSidedManager
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
@@ -94,7 +98,8 @@ def _made_again(
     moe.num_experts, moe.num_local_experts = shape.num_ranks * shape.num_local, shape.num_local
     experts = weights.layer.quant_method.moe_kernel.fused_experts
     scales = with_own_scales(experts.quant_config)
-    stage = maybe_make_prepare_finalize(moe=moe, quant_config=scales, allow_new_interface=True)
+    unquantised = moe.in_dtype if experts.expects_unquantized_inputs else None
+    stage = _stage(moe=moe, quant_config=scales, input_dtype=unquantised)
     own = {"moe_config": moe, "quant_config": scales}
     names = inspect.signature(type(experts)).parameters
     given = {name: getattr(experts, name) for name in names if hasattr(experts, name)}
@@ -104,3 +109,25 @@ def _made_again(
             setattr(made, name, value)
     fit_shared_values(made, weights.parameters, shape)
     return stage, made
+
+
+def _stage(moe: FusedMoEConfig, **given: Any) -> mk.FusedMoEPrepareAndFinalizeModular:
+    """What dispatches to ``moe``'s experts.
+
+    FlashInfer's one-sided manager serves one number of experts, and all layers, those of a draft
+    model too. So stages with slots share another; FlashInfer gives both the same workspace.
+    """
+    communicator = get_ep_group().device_communicator
+    manager = getattr(communicator, "all2all_manager", None)
+    if isinstance(manager, FlashInferNVLinkOneSidedManager):
+        communicator.all2all_manager = _another(manager, moe.num_experts)
+    try:
+        return maybe_make_prepare_finalize(moe=moe, allow_new_interface=True, **given)
+    finally:
+        if manager is not None:
+            communicator.all2all_manager = manager
+
+
+@lru_cache(maxsize=1)
+def _another(manager: FlashInferNVLinkOneSidedManager, num_experts: int) -> Any:
+    return type(manager)(manager.cpu_group)

@@ -177,7 +177,7 @@ def _described(
     for layer in layers:
         check_layer(layer)
         if not current_platform.is_cpu():
-            check_device_execution(layer)
+            check_device_execution(layer, config.slots)
     first, parameters = layers[0], [expert_parameters(layer) for layer in layers]
     parallel, moe = vllm_config.parallel_config, first.moe_config
     return LoadedLayers(
