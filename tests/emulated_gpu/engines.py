@@ -55,6 +55,7 @@ class Way:
     ranks: int = 2
     mistakes: Sequence[str] = ()
     dispatch: str = ""  # vLLM's --all2all-backend, through a reference of its library
+    slot_memory: str = "auto"  # of each layer's own, because there is memory for them
     may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
 
     @property
@@ -62,6 +63,7 @@ class Way:
         runner = f", V{self.runner} runner" if self.engine == "vllm" else ""
         batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
         ways = f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
+        ways += ", shared slots" if self.slot_memory == "shared" else ""
         layout = " (rows as sent)" if self.may_capture else ""
         return f"{ways}, {self.dispatch}{layout}" if self.dispatch else ways
 

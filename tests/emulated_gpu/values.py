@@ -68,10 +68,12 @@ WAYS = (
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
+    Way(slot_memory="shared", mistakes=tuple(FOUND_BY)),
     *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
     Way(parallel="data", dispatch="deepep_v2", may_capture=True),
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
+    Way("sglang", decode_in_graphs=True, slot_memory="shared"),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
 )
@@ -196,7 +198,9 @@ class Asked:
     def __init__(self, model: str, expected: Path, run: Path, way: Way) -> None:
         self._expected, self._run = json.loads(expected.read_text()), run
         self._rings = [run / f"ring-{rank}" for rank in range(way.ranks)]
-        self._engine = start(model, way, {**CHECKED, "run_dir": str(run)})
+        self._engine = start(
+            model, way, {**CHECKED, "slot_memory": way.slot_memory, "run_dir": str(run)}
+        )
         self.end = self._engine.end
 
     def same(self) -> int:
