@@ -86,7 +86,7 @@ def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
         rendezvous = (
             Mirror(0, 3)
             if kind is HandleKind.FILE_DESCRIPTOR
-            else GatherRendezvous(0, lambda data: [data] * 3)
+            else GatherRendezvous(0, range(3), lambda data: [data] * 3)
         )
         with pool_on(driver) as (pool, _):
             done = len(driver.calls)
