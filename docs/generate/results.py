@@ -399,6 +399,18 @@ def _kept() -> str:
     return table(("policy", "steady traffic", "two kinds in turn"), rows)
 
 
+def _memories() -> str:
+    """Time to first token with either memory of slots, by prompt length."""
+    documents = {name: read_rows(f"serving-ttft-{name}") for name in ("per_layer", "shared")}
+    rows = []
+    for both in zip(*documents.values(), strict=True):
+        [tokens] = {row["requested_tokens"] for row in both}
+        ratios = (times(*estimate(rounds(row, "off"))) for row in both)
+        ideal = _slashed(_of_ideal(row).removesuffix(" %") for row in both)
+        rows.append((f"{tokens:,}", *ratios, f"{ideal} %"))
+    return table(("prompt", *(f"`{name}`" for name in documents), "of ideal"), rows)
+
+
 def _staying() -> str:
     """Predicted times as fast where copies stay, by layer, ranks and tokens, then by traffic."""
     cells: dict[str, dict[str, list[str]]] = {}
@@ -465,6 +477,7 @@ _TABLES: Mapping[str, Callable[[], str]] = {
     "big-models": _big_table,
     "kept": _kept,
     "staying": _staying,
+    "memories": _memories,
     "tokens": _tokens,
     "stages": _stages,
 }
