@@ -54,6 +54,9 @@ class _Exchange:
         self.group = group
         self.rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
 
+    def destroy(self) -> None:
+        """Nothing to free."""
+
     def _received(
         self, x: Rows, ids: torch.Tensor, weights: torch.Tensor, num_experts: int
     ) -> tuple[list[Any], torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -270,9 +273,6 @@ class ElasticBuffer(_Exchange):
             reduced.index_add_(0, handle.order, x.cpu().float())
         found = self._returned(reduced.to(x.dtype), handle.sources, handle.num_tokens)
         return found.to(x.device), None, _DONE
-
-    def destroy(self) -> None:
-        """Nothing to free."""
 
 
 def _longer(rows: torch.Tensor, more: int, value: float) -> torch.Tensor:

@@ -183,12 +183,23 @@ def get_scheduler_metadata(**_: Any) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device="cuda")
 
 
+@in_stream
+def masked_moe_activation(
+    result: torch.Tensor, input: torch.Tensor, counts: torch.Tensor, kind: str, *_: float
+) -> None:
+    """Of each expert's first ``counts`` rows; what others have is nobody's."""
+    if kind != "silu":
+        raise NotImplementedError(f"the emulated GPU has no values for {kind}")
+    for rows, own, count in zip(result, input, counts.tolist(), strict=True):
+        silu_and_mul(rows[:count], own[:count])
+
+
 _LOOK_AT_NO_VALUES = "weak_ref_tensor", "get_cuda_view_from_cpu_tensor"
 _OPERATORS: dict[str, dict[str, Any]] = {
     "_C": {
         each.__name__: each
         for each in (
-            *(rms_norm, fused_add_rms_norm, silu_and_mul),
+            *(rms_norm, fused_add_rms_norm, silu_and_mul, masked_moe_activation),
             *(rotary_embedding, vocab_parallel_embedding),
             *(getattr(quantisation, name) for name in quantisation.__all__),
             gptq_marlin_repack,
