@@ -8,12 +8,11 @@ takes to fill it, dealt to the ranks in turn. All policies see the same batches;
 first measured one are history only. ``eplb`` and ``lplb`` place experts by the last eight batches.
 Imbalance is max/mean of assignments over ranks, the mean over layers and batches.
 
-Times are those of a MoE layer as the cost model has them for the hardware, with the same
-proportions in batches of 4096 tokens per rank. ``quota`` moves weights only where that pays; what
-``eplb`` and ``lplb`` move costs nothing here.
+Times are those of a MoE layer as the cost model has them for the hardware. Each token counts four
+times, so that a rank has about 4096. ``quota`` and ``staying`` move weights only where that pays;
+what ``eplb`` and ``lplb`` move costs nothing here.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,11 @@ from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_lab.verdict import judge
+from ultraep_serve.costs.model import CostModel
 
 MODEL, GPU, TIMED_TOKENS = "deepseek-v2-lite", "h200", 4096  # per rank
-RANKS, BATCH_TOKENS, POLICIES = 8, 8192, ("off", "quota", "llep", "eplb", "lplb")
+RANKS, BATCH_TOKENS, POLICIES = 8, 8192, ("off", "staying", "quota", "llep", "eplb", "lplb")
+COUNTED = TIMED_TOKENS * RANKS // BATCH_TOKENS
 HISTORY_ONLY, MEASURED = 64, 96  # batches
 LAYERS = tuple(range(0, 26, 5))
 NUM_EXPERTS, TOP_K, SLOTS = 64, 6, 2
@@ -79,7 +80,7 @@ def draw(sequences: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.i
     tokens, count = 0, 0
     while tokens < BATCH_TOKENS:
         chosen = sequences[rng.integers(len(sequences))]
-        loads[:, count % RANKS] += chosen
+        loads[:, count % RANKS] += COUNTED * chosen
         tokens += int(chosen[0].sum()) // TOP_K
         count += 1
     return loads
@@ -88,29 +89,30 @@ def draw(sequences: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.i
 def measured(trace: LoadTrace, policy: str) -> dict[str, Any]:
     """Mean imbalance and time of a layer, after ``HISTORY_ONLY`` batches."""
     options = ReplayOptions(num_ranks=RANKS, num_slots=SLOTS, history_batches=8, skip=HISTORY_ONLY)
-    result = replay(trace, options, [policy_function(policy)])
+    costs = estimated_costs(MODELS[MODEL], HARDWARE[GPU], "bf16", RANKS)
+    result = replay(trace, options, [policy_function(policy)], costs.integer_costs())
     (found,) = result.policies.values()
+    if policy in ("quota", "staying"):
+        seconds = judge(result, policy, costs).on_seconds
+    else:
+        seconds = layer_seconds(policy, result, costs)
     return {
         "policy": policy,
         "imbalance": float(np.mean(found.imbalance_after)),
         "imbalance_p99": float(np.percentile(found.imbalance_after, 99)),
-        "layer_seconds": layer_seconds(policy, result),
+        "copies": float(np.mean(found.copies)),
+        "layer_seconds": seconds,
     }
 
 
-def layer_seconds(policy: str, result: Replay) -> float:
+def layer_seconds(policy: str, result: Replay, costs: CostModel) -> float:
     """The mean over layers and batches, by the cost model."""
-    (found,) = result.policies.values()
-    costs = estimated_costs(MODELS[MODEL], HARDWARE[GPU], "bf16")
-    masters, mean = result.context.shape.num_masters, TIMED_TOKENS * TOP_K
-    if policy == "quota":
-        timed = [mean * result.context.shape.num_ranks] * len(result.cases)
-        return judge(replace(result, assignments=timed), found, costs).on_seconds
-    times = []
-    for after, moved in zip(found.imbalance_after, found.transfers, strict=True):
-        held = masters + (SLOTS if policy in ("eplb", "lplb") else moved.busiest_receiver)
-        work = costs.seconds_per_assignment * after * mean
-        seconds = costs.base_seconds + max(work, costs.read_seconds_per_expert * held)
+    (found,), times = result.policies.values(), []
+    for case, moved in enumerate(found.transfers):
+        extra = SLOTS if policy in ("eplb", "lplb") else moved.busiest_receiver
+        busiest = found.imbalance_after[case] * result.assignments[case] / RANKS
+        read = (result.context.shape.num_masters + extra) * costs.read_seconds_per_expert
+        seconds = costs.base_seconds + max(busiest * costs.seconds_per_assignment, read)
         if policy == "llep":
             moving = moved.busiest_link * costs.seconds_per_sent_expert
             seconds += costs.exchange_seconds + costs.plan_seconds + moving

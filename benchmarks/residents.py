@@ -40,8 +40,7 @@ LAYERS = (  # as FILE names them, the model whose costs they have, experts of a 
 TRAFFIC = ("the same", "jitter 0.2", "jitter 0.5", "two kinds, blocks of 8", "two kinds, in turn")
 TOKENS = (1024, 8192)  # of each rank
 BATCHES, SKIPPED, HISTORY, SLOTS = 32, 8, 8, 2
-EXCHANGE_SECONDS = 18e-6
-PLAN_SECONDS = {8: 18e-6, 16: 22e-6, 64: 60e-6}  # by ranks; reroute among them
+RANKS = (8, 16, 64)
 _NOTHING = Transfer(0, 0)
 Loads = NDArray[np.int64]
 
@@ -68,8 +67,8 @@ def cases(totals: Any, seed: int) -> Iterator[tuple[tuple[Any, ...], Loads, Cost
     random = np.random.default_rng(seed)
     for name, model, top_k in LAYERS:
         share = np.array(totals[name]) / sum(totals[name])
-        costs = estimated_costs(MODELS[model], HARDWARE["h200"], "bf16")
-        for num_ranks in PLAN_SECONDS:
+        for num_ranks in RANKS:
+            costs = estimated_costs(MODELS[model], HARDWARE["h200"], "bf16", num_ranks)
             for tokens in TOKENS:
                 for traffic in TRAFFIC:
                     shares = [changed(share, traffic, number, random) for number in range(BATCHES)]
@@ -110,13 +109,13 @@ def measured(loads: Loads, costs: CostModel) -> dict[str, Any]:
 
     def by_plan(name: str, plan: Plan, must: bool) -> None:
         transfer = transfer_of(plan.copied, masters)
-        extra = PLAN_SECONDS[num_ranks] + transfer.busiest_link * costs.seconds_per_sent_expert
+        extra = costs.plan_seconds + transfer.busiest_link * costs.seconds_per_sent_expert
         busiest = int(plan.quota.sum(0).max())
         gained = (home - busiest) * costs.seconds_per_assignment - extra
         if must or gained > 0:
-            took(name, busiest, EXCHANGE_SECONDS + extra)
+            took(name, busiest, costs.exchange_seconds + extra)
         else:
-            took(name, home, EXCHANGE_SECONDS)
+            took(name, home, costs.exchange_seconds)
         copies[name].append(int((plan.copied >= 0).sum()))
 
     for number, batch in enumerate(loads):
@@ -131,7 +130,7 @@ def measured(loads: Loads, costs: CostModel) -> dict[str, Any]:
         by_plan("afresh", plan_quota(batch, context, 0), must=False)
         for name, policy in history.items():
             placed = policy(batch, context, loads[number - HISTORY : number])
-            extra = EXCHANGE_SECONDS + PLAN_SECONDS[num_ranks] if name == "lplb" else 0.0
+            extra = costs.exchange_seconds + costs.plan_seconds if name == "lplb" else 0.0
             took(name, int(placed.quota.sum(0).max()), extra)
     off = sum(seconds["off"])
     return {

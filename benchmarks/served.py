@@ -32,6 +32,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(_MODELS), default="qwen3")
     parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--slot-memory", default="auto", help="auto, per_layer or shared")
 
 
 def model(name: str) -> Path:
@@ -48,7 +49,8 @@ def serve(
     """A server for ``path`` under the benchmark's options."""
     engine = installed_engine()
     flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine, prefix_cache)
-    flags += [*extra, *(["--enforce-eager"] if options.eager else [])]
+    flags += ["--slot-memory", options.slot_memory, *extra]
+    flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=engine)
 
 

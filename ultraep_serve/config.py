@@ -21,6 +21,7 @@ from ultraep_serve.system.versions import NewerEngine
 from ultraep_serve.types import Policy, parse_speeds
 
 __all__ = [
+    "MOST_SLOT_PERCENT",
     "SIDECAR_DISTANCE",
     "BalanceConfig",
     "SidecarSettings",
@@ -32,6 +33,7 @@ __all__ = [
 # server + rank, SGLang: server + 1, + 13, + 233 and after); servers side by side often lie hundreds
 # apart.
 SIDECAR_DISTANCE = 700
+MOST_SLOT_PERCENT = 6  # of a rank's memory, for slots of each layer's own where nobody chose them
 _VLLM_PORT = 8000
 _LAST_PORT = 65535
 
@@ -97,7 +99,7 @@ class BalanceConfig(Settings):
         "wrong answers, for measuring; off serves without balancing and reserves nothing",
     )
     slots: int = Field(
-        default=2, ge=0, le=64, description="replica slots per rank, shared by all layers"
+        default=2, ge=0, le=64, description="replica slots per rank; see slot_memory"
     )
     min_batch_tokens: int = Field(
         default=256, ge=1, le=1 << 30, description="smaller batches (decode) are left alone"
@@ -149,8 +151,8 @@ class BalanceConfig(Settings):
     slot_memory: Literal["auto", "per_layer", "shared"] = Field(
         default="auto",
         description="per_layer: each layer has slots of its own, where copies stay and later "
-        "batches are spared them; shared: all layers have the same; auto: per_layer on CPUs where "
-        "that takes at most 6 percent of each rank's memory",
+        "batches are spared them; shared: all layers have the same; auto: per_layer where that "
+        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory, on GPUs up to 16 ranks",
     )
     domain_size: int = Field(
         default=0,

@@ -36,8 +36,10 @@ WEIGHT_BITS = MappingProxyType({"bf16": 16.0, "fp8": 8 + 32 / 128**2, "fp4": 4 +
 COMPUTED_SHARE = 0.5  # of the peak, in grouped products of prefill sizes; assumed
 MEMORY_SHARE = 0.8  # of the peak, reading weights; assumed
 LINK_SHARE = 0.79  # UltraEP's busiest link: 712 of 900 GB/s (arXiv 2606.04101)
-PLAN_SECONDS = 109e-6  # UltraEP with 64 ranks and 256 experts: plan 72 us, reroute 37 us
-EXCHANGE_SECONDS = 20e-6  # one small all-gather inside an NVLink domain; assumed
+# As one H200 took that played all ranks; it looked ids up while it planned.
+EXCHANGE_SECONDS = 18e-6  # count 14 us, exchange 4 us
+_PLAN_SECONDS = ((8, 18e-6), (16, 22e-6), (32, 27e-6))  # up to so many ranks
+_MOST_PLAN_SECONDS = 60e-6
 BASE_SECONDS = 100e-6  # launches of a layer, latency of dispatch and combine; assumed
 _MATRICES = 3  # gate, up, down
 _MOST = 1 << 20  # of any size; no model has more
@@ -122,8 +124,10 @@ def _size(config: Any, *names: str) -> int:
     raise ConfigError(f"the model's configuration has no usable {' or '.join(names)}; is it a MoE?")
 
 
-def estimated_costs(model: ModelSizes, hardware: Hardware, weight_type: str) -> CostModel:
-    """Costs of one MoE layer on one rank, without attention and shared experts.
+def estimated_costs(
+    model: ModelSizes, hardware: Hardware, weight_type: str, num_ranks: int
+) -> CostModel:
+    """Costs of one MoE layer on one of ``num_ranks``, without attention and shared experts.
 
     ``weight_type`` is one of ``WEIGHT_BITS``; FP4 computes at the FP8 peak. Dispatch and combine
     are counted with their assignments, as far as the busiest rank's link is concerned.
@@ -138,7 +142,9 @@ def estimated_costs(model: ModelSizes, hardware: Hardware, weight_type: str) -> 
         bytes_per_expert=expert_bytes,
         link_bytes_per_second=link,
         exchange_seconds=EXCHANGE_SECONDS,
-        plan_seconds=PLAN_SECONDS,
+        plan_seconds=next(
+            (seconds for most, seconds in _PLAN_SECONDS if num_ranks <= most), _MOST_PLAN_SECONDS
+        ),
         base_seconds=BASE_SECONDS,
         read_seconds_per_expert=expert_bytes / (MEMORY_SHARE * hardware.memory_bytes_per_second),
     )

@@ -45,6 +45,7 @@ class PolicyReplay:
     imbalance_after: list[float] = field(default_factory=list)
     time_imbalance_after: list[float] = field(default_factory=list)  # the same with equal speeds
     num_replicas: list[int] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)  # of experts, made in the batch
     slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
     remote: list[int] = field(default_factory=list)  # assignments computed off their token's rank
     transfers: list[Transfer] = field(default_factory=list)  # of experts, within the batch
@@ -162,6 +163,7 @@ def _plan(policy: PolicyFunction, case: _Case, context: PlanContext, found: Poli
     masters = context.shape.num_masters
     copied = slots if placement.copied is None else placement.copied
     found.transfers.append(Transfer(0, 0) if copied is None else transfer_of(copied, masters))
+    found.copies.append(0 if copied is None else int((copied >= 0).sum()))
     found.slots_needed.append(placement.slots_needed)
     assert placement.shares is not None  # split_up
     kept = np.einsum("ses->", placement.shares, dtype=np.int64)

@@ -31,7 +31,6 @@ PAGE = _ROOT / "docs" / "results.md"
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
 _DEMO = re.compile(r"^  Load of the busiest rank.*? at most$", re.MULTILINE | re.DOTALL)
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_OTHERS = "eplb", "lplb"
 _RANKS = 64  # of the big models' row in README.md
 _BIG_MODELS = "Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"
 
@@ -56,8 +55,9 @@ def statements() -> dict[Path, list[str]]:
     """What sentences of the pages say of figures, as those figures have it."""
     tokens = [row for prefix in _ENGINES for row in read_rows(f"{prefix}-tokens")]
     same, of = (sum(row[name] for row in tokens) for name in ("identical", "prompts"))
-    steady = _steady()
-    eplb, lplb = (f"{_times_as_fast(steady, 'quota', policy)} times as fast" for policy in _OTHERS)
+    steady, changing = map(_by_model, ("stationary", "in turn"))
+    eplb = f"{_times_as_fast(changing, 'eplb', 'staying')} times as fast as EPLB"
+    lplb = f"LPLB is {_times_as_fast(steady, 'staying', 'lplb')} times as fast"
     layer = read_document("big-models")["picture"]
     loads = layer["before"]
     after = [own + sum(copies) for own, copies in zip(layer["own"], layer["copies"], strict=True)]
@@ -73,8 +73,6 @@ def statements() -> dict[Path, list[str]]:
     return {
         README: [
             f"{same} of {of} prompts",
-            eplb,
-            lplb,
             f"{before} times the mean before balancing and {now} after",
             "{} and {} model families".format(*balanced),
             f"{slots} per rank for Qwen3-235B",
@@ -155,10 +153,10 @@ def _memory() -> tuple[str, list[str]]:
     return rows[0][2], [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def _steady() -> dict[str, dict[str, Any]]:
-    """What was predicted of a layer in steady traffic, by policy, planned for every batch."""
+def _by_model(traffic: str) -> dict[str, dict[str, Any]]:
+    """What was predicted of a layer in ``traffic``, by policy, planned for every batch."""
     rows = read_document("predicted")["policies"]
-    return {row["policy"]: row for row in rows if row["traffic"] == "stationary"}
+    return {row["policy"]: row for row in rows if row["traffic"] == traffic}
 
 
 def _times_as_fast(rows: Mapping[str, Any], slow: str, fast: str) -> str:
@@ -228,11 +226,11 @@ def _prefill() -> tuple[str, ...]:
 
 
 def _predicted() -> tuple[str, ...]:
-    found = _steady()
+    found = _by_model("stationary")
     return (
-        "a layer of DeepSeek-V2-Lite, recorded routing, 8 H200s, predicted",
+        "recorded routing of DeepSeek-V2-Lite, 8 H200s, predicted, slots shared / per layer",
         f"{found['off']['imbalance']:.2f} → {found['quota']['imbalance']:.3f}",
-        _times_as_fast(found, "off", "quota"),
+        " / ".join(_times_as_fast(found, "off", policy) for policy in ("quota", "staying")),
         "",
     )
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.balance import rendezvous
 from ultraep_serve.balance.host.memory import HostMemory
-from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain
+from ultraep_serve.balance.rendezvous import GatherRendezvous, SocketRendezvous, map_domain
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import FabricError
 from ultraep_serve.system.topology import Location
@@ -52,6 +52,17 @@ def test_descriptors_reach_every_other_process(run_path: Path, num_ranks: int, c
         expected = [other for other in range(num_ranks) if other != rank]
         assert others == [(f"layout {r}", f"rank {r} memory {count - 1}") for r in expected]
     assert list(run_path.iterdir()) == []
+
+
+def test_handles_of_hosts_are_those_of_the_domains_ranks() -> None:
+    """Of the second domain too, whose ranks do not begin at 0."""
+    handles = [bytes([rank]) * 64 for rank in range(4, 7)]
+    gathered = iter(([b"4", b"5", b"6"], handles))
+    meeting = GatherRendezvous(5, range(4, 7), lambda _: next(gathered))
+    found = {
+        rank: (each.layout, each.shareables) for rank, each in meeting.swap(b"5", handles[1:2])
+    }
+    assert found == {4: (b"4", handles[:1]), 6: (b"6", handles[2:])}
 
 
 def test_a_socket_of_an_earlier_run_is_replaced(run_path: Path) -> None:

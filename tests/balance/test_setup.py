@@ -4,8 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,21 +88,28 @@ def test_a_batch_that_memory_does_not_hold_is_refused_with_one_that_it_does(
         memory.require_memory(setup, answers, 8 * most * sources, cache)
 
 
-@pytest.mark.parametrize(("wanted", "most", "chosen"), [
-    ("auto", 4096, "per_layer"), ("auto", 4095, "shared"), ("shared", 4096, "shared"),
+@pytest.mark.parametrize(("wanted", "memory_bytes", "chosen"), [
+    ("auto", 68_267, "per_layer"), ("auto", 68_266, "shared"), ("shared", 1 << 40, "shared"),
     ("per_layer", 0, "per_layer"),
 ])  # fmt: skip
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_layers_get_slots_of_their_own_where_there_is_memory_for_them(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, most: int, chosen: str
+    monkeypatch: pytest.MonkeyPatch, device: str, wanted: str, memory_bytes: int, chosen: str
 ) -> None:
-    monkeypatch.setattr(memory, "most_slot_bytes", lambda ranks: most * 2 // ranks)
-    setup = GroupSetup(
-        BalanceConfig(slot_memory=wanted), SHAPE, TokenView.OWN, Location(0, 2, 2, 2)
-    )
-    masters = [[torch.zeros(SHAPE.num_masters, 512), torch.zeros(SHAPE.num_masters, 512)]]
-    slot_bytes = SHAPE.num_slots * 4096
-    assert slot_bytes == 4096
-    assert memory.chosen_slot_memory(setup, masters) == chosen
+    """At most 6 % of a GPU's memory, or of a rank's part of the host's."""
+    monkeypatch.setattr(memory, "total_memory", lambda: 2 * memory_bytes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, memory_bytes))
+    config = BalanceConfig(slot_memory=wanted)
+    setup = GroupSetup(config, SHAPE, TokenView.OWN, Location(0, 2, 2, 2))
+    size, kind = torch.Size([SHAPE.num_masters, 512]), torch.device(device)
+    master = mock.Mock(device=kind, nbytes=4 * size.numel())  # a slot of two has 4096 bytes
+    assert memory.chosen_slot_memory(setup, [[master, master]]) == chosen
+    if wanted == "auto":
+        two = replace(setup, shape=replace(SHAPE, num_micro_batches=2))
+        assert memory.chosen_slot_memory(two, [[master, master]]) == "shared"
+        many = replace(setup, shape=ExpertShape(17, 68, 1))
+        found = memory.chosen_slot_memory(many, [[master, master]])
+        assert found == (chosen if device == "cpu" else "shared")
 
 
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:

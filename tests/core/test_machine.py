@@ -48,17 +48,17 @@ def test_every_group_around_a_process_limits_it(
     assert machine.available_memory(meminfo, tmp_path) == available
 
 
-def test_slots_of_each_layer_may_take_a_part_of_what_there_is(
+def test_what_processes_may_take_together_is_what_the_smallest_limit_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 4 kB\n")
-    assert machine.most_slot_bytes(2, meminfo, tmp_path) == 3 << 10
+    assert machine.total_memory(meminfo, tmp_path) == 100 << 10
     group(tmp_path, "2000", used=1900)
-    assert machine.most_slot_bytes(2, meminfo, tmp_path) == 60
+    assert machine.total_memory(meminfo, tmp_path) == 2000
     (tmp_path / "memory.max").unlink()
-    assert machine.most_slot_bytes(1, tmp_path / "unknown", tmp_path) == 0
+    assert machine.total_memory(tmp_path / "unknown", tmp_path) == 0
 
 
 def test_groups_without_a_limit_are_not_known_to_leave_anything(

@@ -88,7 +88,13 @@ def test_a_dry_run_makes_every_part_in_order(bare_report: dict[str, Any]) -> Non
     assert bare_report["code"] == 0, bare_report["output"]
     assert bare_report["dry_run"]
     assert bare_report["gpu"] is None
-    assert set(bare_report["launches_per_layer"]) == {"balanced", "left_alone", "off", "decode"}
+    assert set(bare_report["launches_per_layer"]) == {
+        "balanced",
+        "left_alone",
+        "stayed",
+        "off",
+        "decode",
+    }
     assert [part["part"] for part in bare_report["parts"]] == list(ROWS)
 
 

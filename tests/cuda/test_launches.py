@@ -34,6 +34,7 @@ from ultraep_serve.types import Decision, ExpertShape
 MOST = {
     "balanced": (4, 0, 0, 4),  # the events time the experts; a stream forks and joins
     "left_alone": (2, 0, 0, 2),  # as it was in the batch before last
+    "stayed": (2, 0, 0, 2),  # its slots held all that the batch before last wanted
     "off": (1, 0, 0, 0),
     "decode": (1, 0, 0, 0),
 }
@@ -144,7 +145,7 @@ def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
 def test_ids_are_not_kept_for_launches_that_are_made_again(kind: str) -> None:
     with prepared_launches(lambda *_: 0):
         balancer = recorded_balancer(FakeRecorder())
-        balancer._expected.left_alone = {(0, 0)} if kind == "left_alone" else set()
+        balancer._expected.without_copies = {(0, 0)} if kind == "left_alone" else set()
         for _ in range(2):
             ids = torch.zeros((300, 4), dtype=torch.int32)
             balancer.route(0, ids, 300)
@@ -234,7 +235,7 @@ def test_nothing_is_compiled_while_serving(num_micro_batches: int, slot_memory: 
             many = torch.zeros(4 * 4097 + 1, dtype=dtype)
             for first, tokens in ((0, 4096), (1, 4096), (1, 4097), (0, 0), (0, 1), (3, 16)):
                 ids = many[first : first + 4 * tokens].view(tokens, 4)
-                for balancer._expected.left_alone in (set(), set(every_layer)):
+                for balancer._expected.without_copies in (set(), set(every_layer)):
                     for layer in range(4):
                         for number in numbers:
                             balancer.route(layer, ids, 20_000, number)

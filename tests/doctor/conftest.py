@@ -28,4 +28,4 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.vllm, "_is_cpu_build", lambda: True)
     monkeypatch.setattr(serve.vllm, "has_amx", lambda: False)
     monkeypatch.setattr(memory, "available_memory", lambda: 64 << 30)
-    monkeypatch.setattr(memory, "most_slot_bytes", lambda _: 64 << 20)
+    monkeypatch.setattr(memory, "total_memory", lambda: 4 << 30)

@@ -53,7 +53,12 @@ __all__ = [
     "recorded_streams",
 ]
 
-KINDS = ("balanced", "left_alone", "off", "decode")
+KINDS = ("balanced", "left_alone", "stayed", "off", "decode")
+_SAID = {  # without copies in any slot
+    "left_alone": Decision.BALANCED,
+    "stayed": Decision.PLANNED,
+    "off": Decision.POLICY_OFF,
+}
 MANY = 94  # layers, of Qwen3-235B
 SHAPE, LAYERS, TOKENS, TOP_K, SMALL = ExpertShape(8, 64, 2), 4, 300, 4, 100
 _VIEWS = {"view", "select", "slice", "split", "expand", "as_strided", "alias", "detach", "t"}
@@ -198,10 +203,8 @@ def count_layers(
     tokens = SMALL - 1 if kind == "decode" else TOKENS
     with recorded_streams() as streams, _lagging(lag):
         balancer = recorded_balancer(recorder, slot_memory=slot_memory)
-        if kind == "left_alone":
-            let_device_say(balancer, Decision.BALANCED)
-        elif kind == "off":  # as the device and the host have found the batches before
-            let_device_say(balancer, Decision.POLICY_OFF)
+        if kind in _SAID:  # as the device and the host have found the batches before
+            let_device_say(balancer, _SAID[kind])
         for _ in range(batches):
             for layer in [*range(LAYERS)] * decoded:
                 balancer.route(layer, ids, SMALL - 1)
@@ -241,7 +244,7 @@ def _lagging(batches: int) -> Iterator[None]:
 
 
 def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
-    """Of every layer of the batches that come."""
+    """Of every layer of the batches that come, whose slots get nothing."""
     _, ranks, slots = balancer._sizes
     for page in balancer._batches._pages:
         page._on_device[:, 0] = decision

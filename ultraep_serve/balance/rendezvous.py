@@ -288,9 +288,11 @@ class GatherRendezvous:
 
     kind = HandleKind.FABRIC
 
-    def __init__(self, rank: int, all_gather: Callable[[bytes], Sequence[bytes]]) -> None:
-        """``all_gather`` returns every rank's bytes by rank and ends by itself if one is gone."""
-        self._rank = rank
+    def __init__(
+        self, rank: int, ranks: range, all_gather: Callable[[bytes], Sequence[bytes]]
+    ) -> None:
+        """``all_gather`` returns the bytes of all ``ranks``; it ends by itself if one is gone."""
+        self._rank, self._ranks = rank, ranks
         self._all_gather = all_gather
 
     def swap(
@@ -299,9 +301,9 @@ class GatherRendezvous:
         handles = [item for item in shareables if isinstance(item, bytes)]
         assert len(handles) == len(shareables), "file descriptors mean nothing to other hosts"
         layouts, joined = self._all_gather(layout), self._all_gather(b"".join(handles))
-        for rank, handshake in enumerate(map(Handshake, layouts, map(_handles, joined))):
+        for rank, layout, handles_of in zip(self._ranks, layouts, joined, strict=True):
             if rank != self._rank:
-                yield rank, handshake
+                yield rank, Handshake(layout, _handles(handles_of))
 
 
 def _handles(joined: bytes) -> list[Shareable]:

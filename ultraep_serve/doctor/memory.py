@@ -5,10 +5,11 @@ import os
 from collections import Counter
 from pathlib import Path
 
+from ultraep_serve.config import MOST_SLOT_PERCENT
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.errors import MORE_SHARED_MEMORY, ConfigError
 from ultraep_serve.launcher.engine import count_experts
-from ultraep_serve.system.machine import available_memory, most_slot_bytes
+from ultraep_serve.system.machine import available_memory, total_memory
 from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RING_RECORDS
 from ultraep_serve.types import ExpertShape
@@ -83,8 +84,8 @@ def check_memory(subject: Subject, available: int | None = None) -> list[Finding
 
 def _is_per_layer(subject: Subject, expert_bytes: int) -> bool:
     """Whether each layer will have slots of its own; ``expert_bytes`` of one in every layer."""
-    wanted, number = subject.config.slot_memory, subject.ranks.here
-    fits = expert_bytes * subject.slots_here // number <= most_slot_bytes(number)
+    wanted = subject.config.slot_memory
+    fits = expert_bytes * subject.slots_here <= total_memory() * MOST_SLOT_PERCENT // 100
     return wanted == "per_layer" or (wanted == "auto" and fits)
 
 

@@ -13,7 +13,7 @@ __all__ = [
     "available_memory",
     "has_amx",
     "is_here",
-    "most_slot_bytes",
+    "total_memory",
     "why_not_listen",
 ]
 
@@ -24,7 +24,6 @@ _MEMORY_FILES = (  # limit, use, and which line of memory.stat: versions 2 and 1
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-_MOST_PERCENT = 6
 _NO_LIMIT = 1 << 62  # version 1 writes the largest number of whole pages in 63 bits
 
 
@@ -45,19 +44,13 @@ def available_memory(
     return min((free for free in found if free is not None), default=None)
 
 
-def most_slot_bytes(
-    num_ranks: int,
-    meminfo: Path = Path("/proc/meminfo"),
-    control_groups: Path = _CONTROL_GROUPS,
+def total_memory(
+    meminfo: Path = Path("/proc/meminfo"), control_groups: Path = _CONTROL_GROUPS
 ) -> int:
-    """Bytes that slots of each layer's own may take of one of ``num_ranks`` here; nobody chose.
-
-    That is 6 % of its part of all that processes here may take together, 0 where that is unknown.
-    """
+    """Bytes that all processes here may take together, by the same limits; 0 where unknown."""
     groups = filter(None, map(_limit_of_group, _own_control_groups(control_groups)))
     found = [_on_machine(meminfo, "MemTotal"), *(most for most, _ in groups)]
-    total = min((most for most in found if most is not None), default=0)
-    return total * _MOST_PERCENT // 100 // num_ranks
+    return min((most for most in found if most is not None), default=0)
 
 
 def _on_machine(meminfo: Path, name: str) -> int | None:

@@ -30,7 +30,7 @@ from ultraep_lab.replay_output import replay_document
 from ultraep_lab.store import load_trace
 from ultraep_lab.tables import figures_table
 from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace, in_order, of_phase
-from ultraep_lab.verdict import Verdict, chosen, judge, words
+from ultraep_lab.verdict import SLOT_MEMORY, Verdict, chosen, judge, words
 from ultraep_lab.words import Each, Listed
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import PlanError
@@ -94,13 +94,14 @@ class MachineFlags(Settings):
             raise ValueError("--costs and --hardware exclude each other: give one of them")
         return self
 
-    def cost_model(self) -> CostModel | None:
+    def cost_model(self, num_ranks: int) -> CostModel | None:
         """None where nothing is said of the machine. Raises ConfigError for bad files."""
         if self.costs is not None:
             return measured_costs(self.costs)
         if self.hardware is None or self.model is None:
             return None
-        return estimated_costs(model_sizes(self.model), HARDWARE[self.hardware], self.weights)
+        sizes, hardware = model_sizes(self.model), HARDWARE[self.hardware]
+        return estimated_costs(sizes, hardware, self.weights, num_ranks)
 
     def in_domains(self, options: ReplayOptions) -> ReplayOptions:
         """``options`` with domains of the hardware, where they say nothing of domains."""
@@ -131,7 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises UltraEPError with what to do.
     """
     flags, machine = ReplayFlags.from_flags(arguments), MachineFlags.from_flags(arguments)
-    options, costs = machine.in_domains(ReplayOptions.from_flags(arguments)), machine.cost_model()
+    options = machine.in_domains(ReplayOptions.from_flags(arguments))
+    costs = machine.cost_model(options.num_ranks)
     policies = [policy_function(name) for name in flags.policies]
     prepare_outputs(flags.json_file)
     traces = [load_trace(path, num_experts=flags.num_experts) for path in arguments.trace]
@@ -148,8 +150,10 @@ def run(arguments: argparse.Namespace) -> int:
     verdicts = [] if costs is None else _verdicts(trace, options, costs)
     if verdicts:
         document["verdict"] = {
-            "recommended_slots": chosen(verdicts).slots,
-            "by_slots": [verdict.to_json() for verdict in verdicts],
+            "recommended": {
+                name: getattr(chosen(verdicts), name) for name in ("slots", "slot_memory")
+            },
+            "choices": [verdict.to_json() for verdict in verdicts],
         }
     top_k = trace.topk_ids.shape[2] if isinstance(trace, Trace) else None
     show(document, _view(document, words(verdicts, top_k) if verdicts else ()), flags.json_file)
@@ -157,11 +161,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdicts(trace: Trace | LoadTrace, options: ReplayOptions, costs: CostModel) -> list[Verdict]:
-    """Of one slot per rank, and of as many as ``options`` say."""
-    quota, verdicts = POLICIES["quota"], []
+    """Of one slot per rank and of as many as ``options`` say, shared and of each layer's own."""
+    served, verdicts = [POLICIES[name] for name in SLOT_MEMORY], []
     for slots in sorted({1, max(1, options.num_slots)}):
-        result = replay(trace, options.model_copy(update={"num_slots": slots}), [quota])
-        verdicts.append(judge(result, result.policies["quota"], costs))
+        chosen_slots = options.model_copy(update={"num_slots": slots})
+        result = replay(trace, chosen_slots, served, costs.integer_costs())
+        verdicts += [judge(result, name, costs) for name in SLOT_MEMORY]
     return verdicts
 
 

@@ -112,10 +112,12 @@ def attempt(
 def relax(
     speeds,
     rank_load,
+    load_ptr,  # (R,) int32, scratch
     left_ptr,
     placed_ptr,  # (S, R, 2) int32, in and out: expert in each slot, what it computes
     num_ranks,
     goal,  # a time, at which they end as well
+    least,  # a time: a sweep that gains less is the last
     SWEEPS: tl.constexpr,  # at most
     NUM_SLOTS: tl.constexpr,
     ROOM: tl.constexpr,  # ranks that ``placed_ptr`` has room for
@@ -127,9 +129,16 @@ def relax(
     They end after one that moved nothing.
     """
     ranks = every_32nd(BLOCK_RANKS)
+    exists = ranks < num_ranks
+    fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
+    is_even = fastest == tl.min(tl.where(exists, speeds, fastest), axis=0)
+    tl.store(load_ptr + ranks, rank_load, mask=exists)
+    tl.debug_barrier()
     moved = num_ranks
     sweep = num_ranks * 0
-    while (sweep < SWEEPS) & (moved > 0) & (busiest(rank_load, speeds) > goal):
+    time = busiest(rank_load, speeds)
+    gained = time * 0 + least
+    while (sweep < SWEEPS) & (moved > 0) & (time > goal) & (gained >= least):
         sweep += 1
         moved = num_ranks * 0
         for place in range(0, num_ranks * NUM_SLOTS):
@@ -137,25 +146,31 @@ def relax(
             here_ptr = placed_ptr + (slot * ROOM + rank) * 2
             expert = tl.load(here_ptr)
             if expert >= 0:
-                own, quota = tl.load(left_ptr + expert), tl.load(here_ptr + 1)
                 master = expert // NUM_MASTERS
-                load, speed = at(rank_load, ranks, master), at(speeds, ranks, master)
-                together = load + at(rank_load, ranks, rank)
-                both = (speed + at(speeds, ranks, rank)).to(tl.uint32)
-                # the master's part of both loads, rounded down
-                part = together.to(tl.uint32) % both * speed.to(tl.uint32)
-                level = together.to(tl.uint32) // both * speed.to(tl.uint32) + part // both
-                level = level.to(tl.int32)
-                forth = tl.minimum(load - level - (part % both != 0).to(tl.int32), own)
+                own, quota = tl.load(left_ptr + expert), tl.load(here_ptr + 1)
+                load, other = tl.load(load_ptr + master), tl.load(load_ptr + rank)
+                together = load + other
+                # the master's part of both loads, rounded down, and whether that left something
+                level, rest = together >> 1, together & 1
+                if not is_even:
+                    speed = at(speeds, ranks, master)
+                    both = (speed + at(speeds, ranks, rank)).to(tl.uint32)
+                    part = together.to(tl.uint32) % both * speed.to(tl.uint32)
+                    level = together.to(tl.uint32) // both * speed.to(tl.uint32) + part // both
+                    level, rest = level.to(tl.int32), (part % both != 0).to(tl.int32)
+                forth = tl.minimum(load - level - rest, own)
                 amount = tl.where(load > level, forth, -tl.minimum(level - load, quota))
                 tl.debug_barrier()  # all lanes have read
                 tl.store(here_ptr + 1, quota + amount)
                 tl.store(left_ptr + expert, own - amount)
+                tl.store(load_ptr + master, load - amount)
+                tl.store(load_ptr + rank, other + amount)
                 tl.debug_barrier()
-                rank_load += tl.where(ranks == rank, amount, 0)
-                rank_load -= tl.where(ranks == master, amount, 0)
                 moved += tl.abs(amount)
-    return rank_load
+        before = time
+        time = busiest(tl.load(load_ptr + ranks, mask=exists, other=0), speeds)
+        gained = before - time
+    return tl.load(load_ptr + ranks, mask=exists, other=0)
 
 
 @triton.jit

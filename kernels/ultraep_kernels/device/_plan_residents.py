@@ -17,6 +17,7 @@ from ultraep_kernels.contract import (
     FORGET,
     LATER_BATCHES,
     MOST_NEW_COPIES,
+    PROGRESS_SHIFT,
     SOON_BATCHES,
     SPLIT_SWEEPS,
     STEP_SWEEPS,
@@ -52,6 +53,7 @@ _FORGET, _SHIFT, _TURN = tl.constexpr(FORGET), tl.constexpr(AVERAGE_SHIFT), tl.c
 _SOON, _LATER = tl.constexpr(SOON_BATCHES), tl.constexpr(LATER_BATCHES)
 _SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(SPLIT_SWEEPS), tl.constexpr(STEP_SWEEPS)
 _STEPS = tl.constexpr(MOST_NEW_COPIES)
+_PROGRESS = tl.constexpr(PROGRESS_SHIFT)
 _AT_ONCE = tl.constexpr(128)  # experts, or slots
 _FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
@@ -64,6 +66,7 @@ class Kept(NamedTuple):
     prices: torch.Tensor  # (2,) int64, as ``contract.Prices``
     mirror: torch.Tensor  # (E,) int32: the load that is expected to come in turn with this one
     left: torch.Tensor  # (2, E) int32, of the load and of its mirror: what masters still compute
+    loads: torch.Tensor  # (2, R) int32: of ranks, while they are levelled
     placed: torch.Tensor  # (2, S, R, 2) int32: experts in slots, what they compute
     best: torch.Tensor  # (S, R) int32: the cheapest slots so far
     words: torch.Tensor  # (3,) int64: see above
@@ -93,6 +96,7 @@ def new_kept(
         prices=torch.tensor(prices, dtype=torch.int64, device=device),
         mirror=empty(num_experts),
         left=empty(2, num_experts),
+        loads=empty(2, num_ranks),
         placed=empty(2, num_slots, num_ranks, 2),
         best=empty(num_slots, num_ranks),
         words=empty(3, dtype=torch.int64),
@@ -204,12 +208,8 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
             now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
             second = kept.left + NUM_EXPERTS, kept.placed + NUM_WORDS
             other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
-            now_load = _level(
-                now_load, speeds, goal, kept.left, kept.placed, _SWEEPS_OF_A_STEP, SIZES
-            )
-            other_load = _level(
-                other_load, speeds, other_goal, second[0], second[1], _SWEEPS_OF_A_STEP, SIZES
-            )
+            now_load = _level(0, now_load, speeds, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
+            other_load = _level(1, other_load, speeds, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
             time, after = busiest(now_load, speeds), busiest(other_load, speeds)
             cost = _total(time, after, kept, state_ptr, SIZES)
             if cost < best:
@@ -343,21 +343,20 @@ def _split(
         tl.store(placed_ptr + places * 2, held, mask=places < NUM_PLACES)
         tl.store(placed_ptr + places * 2 + 1, held * 0, mask=places < NUM_PLACES)
     tl.debug_barrier()
-    return _level(home, speeds_in(attempts, SIZES), goal, left_ptr, placed_ptr, _SWEEPS, SIZES)
+    return _level(number, home, speeds_in(attempts, SIZES), goal, kept, _SWEEPS, SIZES)
 
 
 @triton.jit
-def _level(
-    rank_load, speeds, goal, left_ptr, placed_ptr, SWEEPS: tl.constexpr, SIZES: tl.constexpr
-):
-    num_ranks = tl.full((), SIZES.num_ranks, tl.int32)
+def _level(number, rank_load, speeds, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
     return relax(
         speeds,
         rank_load,
-        left_ptr,
-        placed_ptr,
-        num_ranks,
+        kept.loads + number * SIZES.num_ranks,
+        kept.left + number * (SIZES.num_ranks * SIZES.num_masters),
+        kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots),
+        tl.full((), SIZES.num_ranks, tl.int32),
         goal,
+        goal >> _PROGRESS,
         SWEEPS,
         SIZES.num_slots,
         SIZES.num_ranks,

@@ -107,10 +107,12 @@ def _attempt(
             rank_load = relax(
                 speeds,
                 rank_load,
+                attempts.loads + index * SIZES.domain_size,
                 left_ptr,
                 placed_ptr,
                 num_ranks,
                 goal * 0,  # as far as it gets
+                goal * 0,
                 SIZES.search.sweeps,
                 SIZES.num_slots,
                 SIZES.domain_size,

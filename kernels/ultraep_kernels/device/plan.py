@@ -161,6 +161,7 @@ class Attempts(NamedTuple):
     goal: torch.Tensor  # (1,) int64: a time
     keys: torch.Tensor  # (domains, attempts + 1) int64: of each, of the identity
     left: torch.Tensor  # (domains, attempts, D * L) int32: what masters still compute
+    loads: torch.Tensor  # (domains, attempts, D) int32: of ranks, while they are levelled
     placed: torch.Tensor  # (domains, attempts, S, D, 2) int32: logical expert, what it computes
     reached: torch.Tensor  # (domains, attempts, 2) int32: busiest rank's time, most replicas on one
     winners: torch.Tensor  # (domains,) int32: the attempt to take, -1 the identity
@@ -339,6 +340,7 @@ def _empty_attempts(sizes: PlanSizes, device: torch.device) -> Attempts:
         goal=empty(1, dtype=torch.int64),
         keys=empty(sizes.num_domains, sizes.num_attempts + 1, dtype=torch.int64),
         left=empty(*of_attempts, size * sizes.num_masters),
+        loads=empty(*of_attempts, size),
         placed=empty(*of_attempts, sizes.num_slots, size, 2),
         reached=empty(*of_attempts, 2),
         winners=empty(sizes.num_domains).fill_(-1),

@@ -23,6 +23,7 @@ from ultraep_kernels.contract import (
     FULL_SPEED,
     LATER_BATCHES,
     MOST_NEW_COPIES,
+    PROGRESS_SHIFT,
     SOON_BATCHES,
     SPLIT_SWEEPS,
     STEP_SWEEPS,
@@ -122,7 +123,7 @@ def _scenario(expert_load: Counts, slots: IntArray, group: _Group) -> _Scenario:
     goal = least_time(rank_load, group.speeds, group.domain_size)
     goal += (goal + group.grain // 2) // group.grain
     split = Placement(rank_load, expert_load.copy(), slots.copy(), quotas)
-    level(SPLIT_SWEEPS, goal, group.speeds, split)
+    level(SPLIT_SWEEPS, goal, goal >> PROGRESS_SHIFT, group.speeds, split)
     return _Scenario(goal, split)
 
 
@@ -166,7 +167,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
             break
         for each in (now, other):
             _put(expert, target, slot, each.split)
-            level(STEP_SWEEPS, each.goal, speeds, each.split)
+            level(STEP_SWEEPS, each.goal, each.goal >> PROGRESS_SHIFT, speeds, each.split)
         time = busiest_time(now.split.rank_load, speeds)
         after = busiest_time(other.split.rank_load, speeds)
         cost = _total(time, after, now.split.slots, batches, group)

@@ -264,7 +264,7 @@ def _attempt(
 @compiled
 def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
     """Level an attempt's copies; never raises the busiest rank's time. Idle copies go."""
-    level(sweeps, int(False), speeds, made)
+    level(sweeps, int(False), int(False), speeds, made)
     for rank in range(made.slots.shape[0]):
         for slot in range(made.slots.shape[1]):
             if made.quotas[rank, slot] == 0:
@@ -272,15 +272,18 @@ def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
 
 
 @compiled
-def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
+def level(sweeps: int, goal: int, least: int, speeds: Counts, made: Placement) -> None:
     """Level each copy's rank with its master's in turn; never raises the longer of their times.
 
-    Ends before all ``sweeps`` where the busiest rank is at the ``goal``, a time.
+    Ends before all ``sweeps`` where the busiest rank is at the ``goal``, a time, and after one
+    that lowered its time by less than ``least``.
     """
     rank_load, left, slots, quotas = made
     num_masters = left.size // rank_load.size
+    time = busiest_time(rank_load, speeds)
+    gained = least
     for _ in range(sweeps):
-        if busiest_time(rank_load, speeds) <= goal:
+        if time <= goal or gained < least:
             return
         for rank in range(slots.shape[0]):
             for slot in range(slots.shape[1]):
@@ -299,6 +302,8 @@ def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
                 left[expert] -= amount
                 rank_load[master] -= amount
                 rank_load[rank] += amount
+        before, time = time, busiest_time(rank_load, speeds)
+        gained = before - time
 
 
 @compiled

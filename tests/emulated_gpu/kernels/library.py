@@ -27,6 +27,7 @@ _SIGNATURES = {
     "error_of": "sp",
     "has_stopped": "qpq",
     "steps_of": "qp",
+    "longest_of": "qpq",
     "host_turn": "qp",
     "num_reports": "qp",
     "reports_of": "pp",

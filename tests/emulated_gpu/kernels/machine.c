@@ -210,6 +210,7 @@ s64 run(Machine *m, u64 most) {
 const char *error_of(const Machine *m) { return m->error; }
 s64 has_stopped(const Machine *m, s64 rank) { return m->has_stopped[rank]; }
 u64 steps_of(const Machine *m) { return m->steps; }
+u64 longest_of(const Machine *m, s64 launch) { return m->launches[launch].longest; }
 s64 host_turn(const Machine *m) { return m->host; }
 s64 num_reports(const Machine *m) { return m->races.num_reports; }
 const Report *reports_of(const Machine *m) { return m->races.reports; }

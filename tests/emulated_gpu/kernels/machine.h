@@ -43,6 +43,7 @@ typedef struct {
     int index, state, depth, place; /* place among the ready */
     int is_idle;                    /* its last look found nothing new */
     u64 seen[8][2];                 /* instruction and value of the looks before */
+    u64 steps;                      /* instructions until now */
     Path paths[160];
 } Warp;
 
@@ -51,6 +52,7 @@ typedef struct {
     s64 rank, grid, num_warps, params, num_params, gang, host, num_before, first_component;
     s64 *before;          /* launches that must have ended */
     s64 started, ended, is_done;
+    u64 longest;          /* instructions of its longest warp */
     s64 *order;           /* in which programs start */
     Clock *start, *end;
     Knowledge *knowledge; /* of the host's doings */

@@ -178,6 +178,10 @@ class Machine:
         """Instructions of warps that were executed."""
         return int(self._library.steps_of(self._pointer))
 
+    def longest_warp(self, launch: int) -> int:
+        """Instructions of the longest warp of a launch that has ended."""
+        return int(self._library.longest_of(self._pointer, launch))
+
     def findings(self) -> list[Finding]:
         """Races, each pair of places once."""
         number = self._library.num_reports(self._pointer)

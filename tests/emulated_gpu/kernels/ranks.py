@@ -106,7 +106,7 @@ def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any, patience_ns: int) 
     width = row_width(shape.num_logical_experts, rank.setup.view)
     chunks = rank.layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, Programs(_NUM_PROGRAMS, _NUM_PROGRAMS))
-    rendezvous = meeting.of(rank.number % size)
+    rendezvous = meeting.of(rank.number)
     gather = gather_of(rank.number) if size < shape.num_ranks else None
     place = rank.setup.location
     rank.fabric = DeviceFabric(rank.pool, rendezvous, place, limits, gather)
@@ -121,8 +121,8 @@ class _Meeting:
         self._barrier = threading.Barrier(size)
         self._said: dict[int, tuple[bytes, list[int]]] = {}
 
-    def of(self, position: int) -> Any:
-        """For the rank at ``position``."""
+    def of(self, rank: int) -> Any:
+        """For a rank of the domain."""
         meeting = self
 
         class _Rendezvous:
@@ -131,17 +131,17 @@ class _Meeting:
             def swap(
                 self, layout: bytes, shareables: Sequence[Shareable]
             ) -> Generator[tuple[int, Handshake]]:
-                return meeting.swap(position, layout, shareables)
+                return meeting.swap(rank, layout, shareables)
 
         return _Rendezvous()
 
     def swap(
-        self, position: int, layout: bytes, shareables: Sequence[Shareable]
+        self, rank: int, layout: bytes, shareables: Sequence[Shareable]
     ) -> Generator[tuple[int, Handshake]]:
         """As ``Rendezvous.swap``."""
-        self._said[position] = layout, [int(item) for item in shareables]
+        self._said[rank] = layout, [int(item) for item in shareables]
         self._barrier.wait(60)
         for other, (said, items) in sorted(self._said.items()):
-            if other != position:
+            if other != rank:
                 yield other, Handshake(said, [os.dup(item) for item in items])
         self._barrier.wait(60)

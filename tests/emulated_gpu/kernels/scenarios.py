@@ -351,7 +351,7 @@ class _Player:
         Rank 1 sends beside dispatch, what rank 2 launches is captured, rank 3 expects nothing.
         """
         ranks, num_experts = self._cluster.ranks, self._scenario.shape.num_logical_experts
-        ranks[3].balancer._expected.left_alone = {(layer, 0) for layer in range(NUM_LAYERS)}
+        ranks[3].balancer._expected.without_copies = {(layer, 0) for layer in range(NUM_LAYERS)}
         captured = mock.patch.object(balancer_module, "is_capturing", return_value=True)
         for rank in ranks[1:]:
             balancer, ids = rank.balancer, self._scenario.batches[0].ids(rank.number, num_experts)

@@ -59,7 +59,10 @@ static void end_program(Machine *m, Program *p) {
     free_knowledge(p->knowledge);
     if (p->cells)
         for (s64 b = 0; b < launch->kernel->shared_bytes; b++) free_readers(&m->races, &p->cells[b]);
-    for (int n = 0; n < launch->num_warps; n++) free(p->warps[n].registers);
+    for (int n = 0; n < launch->num_warps; n++) {
+        if (p->warps[n].steps > launch->longest) launch->longest = p->warps[n].steps;
+        free(p->warps[n].registers);
+    }
     free(p->warps), free(p->shared), free(p->cells), free(p);
     m->progress = m->steps;
     if (!launch->gang) m->residents[launch->rank]--;
@@ -107,7 +110,7 @@ static int step(Machine *m, Warp *w) {
     const Instruction *i = &kernel->code[top->pc];
     u64(*r)[LANES] = w->registers;
     u32 mask = top->mask;
-    m->steps++;
+    m->steps++, w->steps++;
     if (i->guard >= 0) {
         u32 chosen = 0;
         const u64 *guard = r[i->guard];

@@ -74,7 +74,8 @@ class DeviceBackend(Backend):
             assert setup.engine_group is not None, "hosts are found through the group"
             ranks = HostAllGather(setup.engine_group.on_host, setup.connect_seconds)
             return GatherRendezvous(
-                location.rank - domain.start,
+                location.rank,
+                domain,
                 lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop],
             )
         path = setup.config.run_path

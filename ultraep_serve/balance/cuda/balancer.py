@@ -57,7 +57,7 @@ class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
     Experts are sent in a stream beside the engine's, and awaited in ``receive``; a layer that is
-    expected to be left alone takes one launch in the engine's stream (``choices.Expectations``).
+    expected to copy nothing takes one launch in the engine's stream (``choices.Expectations``).
     Records come when the host comes by after the device is done with a batch. ``reroute`` is a part
     of ``plan``, whose launch looks the ids up; ``wait`` is how much longer than the engine's stream
     what runs beside it took.
@@ -144,7 +144,7 @@ class DeviceBalancer:
         row, chunks, patience = part.row, self._chunks[layer], self._fabric.patience_ns
         assert row is not None, "nothing has been counted"
         planned = ids, physical, part.count, row.outcome, self._states[layer]
-        if self._expected.leave_alone(layer, row.micro_batch):
+        if self._expected.copies_nothing(layer, row.micro_batch):
             part.plan.and_copy(*planned, chunks, patience)
             row.lap(Stage.PLAN)
         else:
@@ -251,7 +251,7 @@ class DeviceBalancer:
                     logger.info("the host launches more than two batches ahead, and waits")
                 self._has_waited = True
                 before.wait()
-        self._expected.learn(before)
+        self._expected.learn(before.rows, unpack_outcome(before.values, *self._sizes))
         self._record_what_is_done(until=before)
         return self._batches.next(self._number)
 

@@ -7,10 +7,10 @@ last batch may still be on its way to one of them, that of the one before is the
 
 import numpy as np
 import torch
-from ultraep_kernels.contract import Choice
+from ultraep_kernels.contract import Choice, Outcome
 
 from ultraep_serve.balance.cuda.driver import host_words
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.recording import LayerRow
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Decision, Policy
@@ -20,7 +20,6 @@ __all__ = ["Expectations", "OwnChoice"]
 _ASKED = Choice._fields.index("changes")  # words before it
 _LARGEST = np.iinfo(np.int32).max
 _OFF = Decision.POLICY_OFF.value
-_STAYED = [each.value for each in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT)]
 
 
 class OwnChoice:
@@ -55,20 +54,19 @@ class Expectations:
     """Of a batch that exchanges, alike on every rank."""
 
     def __init__(self) -> None:
-        self.left_alone: set[tuple[int, int]] = set()  # layers and micro-batches
+        self.without_copies: set[tuple[int, int]] = set()  # layers and micro-batches
         self.rests = False  # whether its policy is off, so that only its first layer exchanges
 
-    def learn(self, batch: Page) -> None:
-        """Take the outcome of the batch before last; without layers nothing is known of it."""
-        decisions = batch.values[:, 0].tolist()
-        self.rests = _OFF in decisions
-        for row, decision in zip(batch.rows, decisions, strict=True):
-            if decision in _STAYED:
-                self.left_alone.add((row.layer, row.micro_batch))
-            elif decision != _OFF:
-                self.left_alone.discard((row.layer, row.micro_batch))
+    def learn(self, rows: list[LayerRow], found: Outcome) -> None:
+        """Take what came of the batch before last; without layers nothing is known of it."""
+        self.rests = bool((found.decision == _OFF).any())
+        if self.rests:
+            return
+        for row, is_copied in zip(rows, found.is_copied, strict=True):
+            change = self.without_copies.discard if is_copied.any() else self.without_copies.add
+            change((row.layer, row.micro_batch))
 
-    def leave_alone(self, layer: int, micro_batch: int) -> bool:
+    def copies_nothing(self, layer: int, micro_batch: int) -> bool:
         """Whether the device is expected to copy nothing for the layer.
 
         Then one launch plans and does all that may follow. Where it turns out otherwise that is all
@@ -76,4 +74,4 @@ class Expectations:
         whose experts come before its dispatch waits for others' side streams, which their own
         dispatch, waiting for it, should not keep from running.
         """
-        return self.rests or (layer, micro_batch) in self.left_alone
+        return self.rests or (layer, micro_batch) in self.without_copies

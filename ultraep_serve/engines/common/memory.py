@@ -9,13 +9,16 @@ import torch
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.config import MOST_SLOT_PERCENT
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.proof.answers import Answers
-from ultraep_serve.system.machine import available_memory, most_slot_bytes
+from ultraep_serve.system.machine import available_memory, total_memory
 from ultraep_serve.types import TokenView
 
 __all__ = ["chosen_slot_memory", "require_memory"]
+
+_MOST_RANKS_ON_GPUS = 16  # one warp looks for copies beside those that stay
 
 
 def chosen_slot_memory(
@@ -23,17 +26,23 @@ def chosen_slot_memory(
 ) -> Literal["per_layer", "shared"]:
     """Where slots of ``layers``, each its masters' tensors (L, ...), are; on all ranks the same.
 
-    That is what the setting says. Left to itself: each layer's own, where copies stay in them and
-    every rank of the group has the memory.
+    That is what the setting says. Left to itself: each layer's own, where copies stay in them,
+    every rank of the group has the memory, and on GPUs plans take little longer than with shared.
     """
-    wanted = setup.config.slot_memory
+    wanted, shape, device = setup.config.slot_memory, setup.shape, layers[0][0].device
     if wanted != "auto":
         return wanted
+    if not shape.num_slots or shape.num_micro_batches > 1:
+        return "shared"
     masters = sum(tensor.nbytes for tensors in layers for tensor in tensors)
-    slot_bytes = masters // setup.shape.num_masters * setup.shape.num_slots
-    most = most_slot_bytes(setup.location.host_size) if layers[0][0].is_cpu else 0
-    fits = _least(setup, most - slot_bytes) >= 0
-    return "per_layer" if fits and slot_bytes else "shared"
+    slot_bytes = masters // shape.num_masters * shape.num_slots
+    if device.type == "cuda":
+        is_quick = shape.num_ranks <= _MOST_RANKS_ON_GPUS
+        memory = torch.cuda.mem_get_info(device)[1] if is_quick else 0
+    else:
+        memory = total_memory() // setup.location.host_size
+    fits = _least(setup, memory * MOST_SLOT_PERCENT // 100 - slot_bytes) >= 0
+    return "per_layer" if fits else "shared"
 
 
 def require_memory(setup: GroupSetup, answers: Answers, largest: int, cache_bytes: int) -> None:
