@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.flashinfer_moe_ep import _expert_major_bytes
     from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts
 
     from tests.support import vllm_layers
@@ -36,7 +37,7 @@ with warnings.catch_warnings():
     )
     from tests.support.vllm_megakernel import give_megakernel
     from tests.support.vllm_transports import MEGA
-    from ultraep_serve.engines.vllm import checks, expert_tensors, model
+    from ultraep_serve.engines.vllm import checks, expert_tensors, megakernel, model
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
 from tests.emulated_gpu.references import flashinfer
@@ -119,6 +120,23 @@ def test_rows_of_slots_are_computed_with_and_masters_again_where_slots_are_taken
     ]
     (made,) = flashinfer.MoEEpMegaLayer.live
     assert made._fleet_params.num_experts == NUM_EXPERTS
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        torch.zeros(3, 8, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).transpose(1, 2),
+        torch.zeros(3, 16, dtype=torch.uint8),  # scales of CuTeDSL's kernel
+        torch.zeros(3, 8, 4, dtype=torch.int8),
+        torch.zeros(3, 2, 8, dtype=torch.int32).transpose(1, 2),  # of DeepGEMM's, for TMA
+    ],
+    ids=["FP4", "scales", "packed", "packed scales"],
+)
+def test_what_vllm_views_as_bytes_is_viewed_back(own: torch.Tensor) -> None:
+    parameter = torch.nn.Parameter(_expert_major_bytes(own), requires_grad=False)
+    back = megakernel._as_kernel_has_it(parameter, own)
+    assert (back.dtype, back.shape, back.stride()) == (own.dtype, own.shape, own.stride())
+    assert back.data_ptr() == own.data_ptr()
 
 
 @pytest.mark.parametrize("own", ["weights", "a scale"])

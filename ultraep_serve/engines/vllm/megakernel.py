@@ -4,7 +4,7 @@ FlashInfer's layer (``moe_ep.MoEEpMegaLayer``) is made for a number of experts, 
 its own. vLLM's parameters are views of them (``FlashInferMoeEp.expert_weight_views``). So where the
 parameters have moved, FlashInfer's layer is made again over them as they are, in its order already
 (``MegaConfig.transformed_weights``). All that is ours comes before the launch: ids are physical,
-and copies have arrived (``stage``). Read in vLLM 0.33 and FlashInfer 0.7.2, not run.
+and copies have arrived (``stage``). Read in vLLM 0.32 and 0.33, and FlashInfer 0.7.2; not run.
 """
 
 import copy
