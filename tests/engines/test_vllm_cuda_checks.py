@@ -272,6 +272,15 @@ def test_a_megakernel_in_a_module_of_the_models_own_is_refused(balanced: Any) ->
         assert "use --moe-backend marlin, or set on_unsupported" in message
 
 
+def test_speeds_are_not_measured_by_a_kernel_that_waits_for_others(balanced: Any) -> None:
+    _, config = build(balanced)
+    checks.check_settings(config, BalanceConfig(speeds="auto"))
+    config.parallel_config.all2all_backend = "passthrough"
+    checks.check_settings(config, BalanceConfig(speeds="1.0,0.5,1.0"))
+    with pytest.raises(UnsupportedError, match="use --speeds equal, or numbers"):
+        checks.check_settings(config, BalanceConfig(speeds="auto"))
+
+
 def test_context_parallelism_is_refused(balanced: Any) -> None:
     layer, _ = build(balanced)
     layer.moe_config.moe_parallel_config.pcp_size = 2

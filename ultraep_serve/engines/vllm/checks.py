@@ -203,6 +203,12 @@ def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
         )
     if problem is None and not current_platform.is_cpu():
         problem = unmet(vllm_config, _ON_GPU) or _always_replayed(vllm_config)
+    in_one_launch = vllm_config.parallel_config.all2all_backend == "passthrough"
+    if problem is None and in_one_launch and config.speeds == "auto":
+        problem = (
+            "a megakernel waits for other ranks within, so its time tells no rank's speed; "
+            "use --speeds equal, or numbers"
+        )
     if problem is not None:
         raise UnsupportedError(problem)
     require_large_batches(config, largest_batch(vllm_config))
