@@ -94,6 +94,7 @@ def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         for name, size in sizes.items()
     }
     balanced.require_in_place()
+    megakernels = [made._fleet_params.num_experts for made in MoEEpMegaLayer.live]
     last = backend, rank, config, layers[-1], weights[-1]
     wrong = {each.__name__: str(each(*last)) for each in (logical_ids, without_slots)}
     kernel = layers[0].quant_method.moe_kernel
@@ -110,7 +111,7 @@ def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         "destroyed": transports.Buffer.destroyed,
         "elastic": len(ElasticBuffer.made),
         "workspaces": len(MoeAlltoAll.workspaces),
-        "mega": [mega._fleet_params.num_experts for mega in MoEEpMegaLayer.live],
+        "megakernels": megakernels,
         "numbers": [
             getattr(getattr(each, "all2all_manager", None), "num_experts", 0)
             for each in (plain[0], stage)
@@ -250,7 +251,7 @@ def test_megakernels_are_made_again_once_for_slots_and_those_without_are_destroy
     served: Any,
 ) -> None:
     for result in served[MEGA]:
-        assert result["mega"] == [NUM_RANKS * NUM_LOCAL] * len(NAMES)
+        assert result["megakernels"] == [NUM_RANKS * NUM_LOCAL] * len(NAMES)
 
 
 def test_one_sided_communication_is_for_as_many_experts_as_its_layers_have(served: Any) -> None:
