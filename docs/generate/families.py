@@ -41,8 +41,8 @@ source in vLLM 0.33 says this:
 | model | experts |
 |---|---|
 | DeepSeek-V4, DeepSeek-V4.1, Kimi-K3, Step5 | in vLLM's usual layers: balanced if these pass the \
-checks at load. *MegaMoE* (`--moe-backend deep_gemm_mega_moe` and its like) dispatches and \
-computes in one kernel: refused by the flag's name |
+checks at load. `--moe-backend deep_gemm_mega_moe` computes them in modules of the models' own: \
+refused by the flag's name |
 | Muse Spark | the same; its own kernel for NVFP4 is refused by name |
 | DeepSeek-V3.2, dots3-note, GLM-5 and GLM-5-Next, Hy-V4, Inkling, MiniMax-M3, Qwen4-Exp, Beam, \
 Flint | in vLLM's usual layers; the experts of dots3-note's vision part are on every rank and stay \

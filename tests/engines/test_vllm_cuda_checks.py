@@ -61,6 +61,7 @@ KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanc
         "VLLM_CUTLASS",
         "FLASHINFER_CUTLASS",
         "FLASHINFER_CUTEDSL_BATCHED",
+        "FLASHINFER_MOE_EP_CUTEDSL",
         "FLASHINFER_TRTLLM",
     ),
     mxfp4.Mxfp4MoeBackend: (
@@ -69,6 +70,8 @@ KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanc
         "CUTLASS_MXFP4_MXFP4",
         "DEEPGEMM_MXFP4",
         "FLASHINFER_CUTLASS_MXFP4_BF16",
+        "FLASHINFER_MOE_EP_CUTEDSL",
+        "FLASHINFER_MOE_EP_DEEP_GEMM",
         "FLASHINFER_TRTLLM_MXFP4_MXFP8",
     ),
 }
@@ -143,9 +146,10 @@ def test_what_is_verified_is_accepted(balanced: Any, num_hosts: int) -> None:
         config.parallel_config.enable_dbo = True  # micro-batches
 
 
-@pytest.mark.parametrize(
-    "backend", sorted(set(get_args(All2AllBackend)) - set(checks._ALL2ALL_BACKENDS))
-)
+OTHER_DISPATCH = set(get_args(All2AllBackend)) - {*checks._ALL2ALL_BACKENDS, "passthrough"}
+
+
+@pytest.mark.parametrize("backend", sorted(OTHER_DISPATCH))
 def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
     layer, _ = build(balanced)
     layer.moe_config.moe_parallel_config.all2all_backend = backend
@@ -155,8 +159,7 @@ def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
 
 
 def test_reasons_are_of_backends_that_vllm_has() -> None:
-    others = set(get_args(All2AllBackend)) - set(checks._ALL2ALL_BACKENDS)
-    assert set(checks._REFUSED_DISPATCH) <= others
+    assert set(checks._REFUSED_DISPATCH) <= OTHER_DISPATCH
 
 
 @pytest.mark.parametrize(
@@ -271,20 +274,32 @@ def test_kernels_that_route_themselves_are_refused(balanced: Any) -> None:
     assert "expert kernel object has not been verified" in refusal(layer)
 
 
-@pytest.mark.parametrize("backend", sorted(MEGA_MOE_BACKENDS))
-def test_megakernels_are_refused_however_the_model_builds_its_experts(
-    balanced: Any, backend: str
-) -> None:
-    """Also where nobody but the model chose one, which is seen when it is loaded."""
+def test_a_megakernel_in_a_module_of_the_models_own_is_refused(balanced: Any) -> None:
+    """Also where nobody but the model chose it, which is seen when it is loaded."""
     _, config = build(balanced)
-    config.kernel_config.moe_backend = backend
     model = SimpleNamespace(
         model="dsv4", enable_sleep_mode=False, max_model_len=64, architectures=[]
     )
     balanced(config, "model_config", model)
+    without_more = "flashinfer_moe_ep_mega_deep_gemm"
+    for backend in MEGA_MOE_BACKENDS - {"deep_gemm_mega_moe", without_more}:
+        config.kernel_config.moe_backend = backend
+        checks.check_settings(config, BalanceConfig())
+    config.kernel_config.moe_backend = without_more
+    assert "no more experts than the model has" in refused_settings(config)
+    config.kernel_config.moe_backend = "deep_gemm_mega_moe"
     for message in (refused_settings(config), str(checks.without_experts(config))):
-        assert f"--moe-backend {backend} sends tokens to experts inside one kernel" in message
+        assert "deep_gemm_mega_moe computes experts in a module of the model's own" in message
         assert "use --moe-backend marlin, or set on_unsupported" in message
+
+
+def test_speeds_are_not_measured_by_a_kernel_that_waits_for_others(balanced: Any) -> None:
+    _, config = build(balanced)
+    checks.check_settings(config, BalanceConfig(speeds="auto"))
+    config.parallel_config.all2all_backend = "passthrough"
+    checks.check_settings(config, BalanceConfig(speeds="1.0,0.5,1.0"))
+    with pytest.raises(UnsupportedError, match="use --speeds equal, or numbers"):
+        checks.check_settings(config, BalanceConfig(speeds="auto"))
 
 
 def test_context_parallelism_is_refused(balanced: Any) -> None:

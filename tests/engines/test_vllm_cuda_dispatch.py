@@ -1,6 +1,7 @@
 """Batches through every way of dispatch that the vLLM adapter accepts on GPUs, on three ranks."""
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,13 @@ with warnings.catch_warnings():
         forward_pass,
         replace_device,
     )
+    from tests.support.vllm_megakernel import give_megakernel
     from ultraep_serve.engines.vllm import checks
     from ultraep_serve.engines.vllm.model import balance
     from ultraep_serve.engines.vllm.stage import BalancedStage
 
 from tests.emulated_gpu.references.deep_ep import ElasticBuffer
-from tests.emulated_gpu.references.flashinfer import MoeAlltoAll
+from tests.emulated_gpu.references.flashinfer import MoeAlltoAll, MoEEpMegaLayer
 from tests.support.experts import (
     ALWAYS_PAYS,
     NUM_EXPERTS,
@@ -43,7 +45,8 @@ from ultraep_serve.config import BalanceConfig
 
 THRESHOLD = 48
 EXPANDED, AS_SENT = "deepep_v2", "deepep_v2 with graphs"  # the two layouts of what arrives
-BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS, AS_SENT)
+MEGA = transports.MEGA
+BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS, AS_SENT, MEGA)
 
 
 def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
@@ -70,12 +73,15 @@ def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         model = SimpleNamespace(enforce_eager=name == EXPANDED, max_model_len=64)
         object.__setattr__(config, "model_config", model)
     parallel = vllm_layers.parallel_of(rank, NUM_RANKS, backend)
-    layers = [vllm_layers.build_layer(config, parallel, name) for name in NAMES]
+    chosen = {"moe_backend": vllm_layers.MEGAKERNEL} if name == MEGA else {}
+    layers = [vllm_layers.build_layer(config, parallel, name, **chosen) for name in NAMES]
     weights = [
         make_weights(seed, vllm_layers.HIDDEN, vllm_layers.INNER) for seed in range(len(NAMES))
     ]
     for layer, tensors in zip(layers, weights, strict=True):
         vllm_layers.load(layer, config, tensors)
+        if name == MEGA:
+            give_megakernel(layer, config)
     with set_current_vllm_config(config):
         plain = [layer.quant_method.moe_kernel.prepare_finalize for layer in layers]
         balanced = balance(settings, config, layers)
@@ -88,6 +94,7 @@ def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         for name, size in sizes.items()
     }
     balanced.require_in_place()
+    megakernels = [made._fleet_params.num_experts for made in MoEEpMegaLayer.live]
     last = backend, rank, config, layers[-1], weights[-1]
     wrong = {each.__name__: str(each(*last)) for each in (logical_ids, without_slots)}
     kernel = layers[0].quant_method.moe_kernel
@@ -104,6 +111,7 @@ def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         "destroyed": transports.Buffer.destroyed,
         "elastic": len(ElasticBuffer.made),
         "workspaces": len(MoeAlltoAll.workspaces),
+        "megakernels": megakernels,
         "numbers": [
             getattr(getattr(each, "all2all_manager", None), "num_experts", 0)
             for each in (plain[0], stage)
@@ -125,6 +133,9 @@ def without_slots(backend: str, rank: int, config: VllmConfig, layer: Any, tenso
     """What comes of an adapter that gives the number of the model's experts; the last batch."""
     kernel = layer.quant_method.moe_kernel
     kernel.impl._num_experts = NUM_EXPERTS
+    if backend == MEGA:
+        (*_, mega) = MoEEpMegaLayer.live
+        mega._fleet_params = replace(mega._fleet_params, num_experts=NUM_EXPERTS)
     manager = getattr(kernel.prepare_finalize, "all2all_manager", None)
     if hasattr(manager, "num_experts"):
         communication = getattr(manager, "communication", None)
@@ -211,6 +222,7 @@ def test_small_batches_stay_at_home_and_dummy_batches_keep_step(served: Any, bac
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
 def test_layer_is_told_of_all_physical_experts(served: Any, backend: str) -> None:
     stages = ("NoDPEP", "NaiveDPEP", "DeepEPHT", "DeepEPLL", "DeepEPV2", "OneSided", "DeepEPV2")
+    stages = (*stages, "PassThrough")
     for rank, result in enumerate(served[backend]):
         first = rank * NUM_LOCAL
         expected = [
@@ -233,6 +245,13 @@ def test_buffers_made_for_logical_experts_are_destroyed(served: Any) -> None:
         assert result["destroyed"] == 0
     for result in served[EXPANDED]:  # nor do these
         assert result["elastic"] == 1
+
+
+def test_megakernels_are_made_again_once_for_slots_and_those_without_are_destroyed(
+    served: Any,
+) -> None:
+    for result in served[MEGA]:
+        assert result["megakernels"] == [NUM_RANKS * NUM_LOCAL] * len(NAMES)
 
 
 def test_one_sided_communication_is_for_as_many_experts_as_its_layers_have(served: Any) -> None:

@@ -6,7 +6,7 @@ What a GPU would bring stands in: see ``vllm_reference_kernels`` and ``vllm_tran
 from typing import Any
 
 import torch
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -21,6 +21,7 @@ from tests.support.experts import NUM_EXPERTS, TOP_K
 HIDDEN = 2048  # DeepEP takes no less
 INNER = 16
 MAX_TOKENS = 64
+MEGAKERNEL: Any = "flashinfer_moe_ep_cutedsl"
 
 
 def parallel_of(
@@ -48,13 +49,16 @@ def parallel_of(
 def engine_config(rank: int, num_ranks: int, backend: str, names: list[str]) -> VllmConfig:
     """vLLM's configuration of one rank whose model has the MoE layers ``names``."""
     data = {"data_parallel_size": num_ranks, "data_parallel_rank": rank} if backend else {}
+    by_kernel = backend == "passthrough"  # which vLLM chooses for its megakernels
     config = VllmConfig(
         parallel_config=ParallelConfig(
             enable_expert_parallel=True,
             distributed_executor_backend="external_launcher",
-            **({"all2all_backend": backend} if backend else {}),
-        )
+            **({"all2all_backend": backend} if backend and not by_kernel else {}),
+        ),
+        kernel_config=KernelConfig(moe_backend=MEGAKERNEL if by_kernel else "auto"),
     )
+    assert not backend or config.parallel_config.all2all_backend == backend
     for name, value in data.items():
         setattr(config.parallel_config, name, value)
     config.compilation_config.static_all_moe_layers.extend(names)

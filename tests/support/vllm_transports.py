@@ -15,6 +15,7 @@ from tests.emulated_gpu.references import deep_ep, flashinfer
 from tests.emulated_gpu.references.deep_ep import everywhere
 
 TENSOR = ""  # in place of a dispatch backend: every rank has all tokens
+MEGA = "passthrough"  # the kernel dispatches
 
 
 class Group:
@@ -105,6 +106,7 @@ def join_ranks(rank: int, num_ranks: int, backend: str) -> None:
     state._NODE_COUNT = 1
     managers: dict[str, Any] = {
         TENSOR: None,
+        MEGA: None,
         "allgather_reducescatter": all2all.AgRsAll2AllManager,
         "deepep_high_throughput": all2all.DeepEPHTAll2AllManager,
         "deepep_low_latency": all2all.DeepEPLLAll2AllManager,

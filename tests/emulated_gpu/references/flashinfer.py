@@ -246,6 +246,148 @@ def cutlass_fused_moe(
     output.copy_(total)
 
 
+@dataclass(frozen=True)
+class FleetParams:
+    """Sizes of a megakernel; experts of all ranks."""
+
+    num_experts: int
+    max_tokens_per_rank: int
+    token_hidden_size: int
+
+
+@dataclass(frozen=True)
+class MoEWeightPack:
+    """A rank's experts as in a checkpoint: (L, 2 I, H) and (L, H, I)."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+
+
+@dataclass
+class MegaKernelConfig:
+    """Options of one of the kernels."""
+
+    intermediate_size: int
+    top_k: int
+    gate_up_clamp: float | None = None
+    activation_clamp: float | None = None
+    fast_math: bool = True
+    apply_topk_in_fc1: bool = True
+    combine_dtype: str = "bf16"
+    input_norm_const: float = 1.0
+    fc1_alpha: torch.Tensor | None = None
+    fc2_alpha: torch.Tensor | None = None
+    fc1_norm_const: torch.Tensor | None = None
+    knobs: Any = None
+
+
+@dataclass
+class MegaConfig:
+    """A kernel, and weights in its order already where they are not to be put in it."""
+
+    megakernel: MegaKernelConfig
+    quantize_input: bool = True
+    preprocess_weights: bool = True
+    transformed_weights: Any = None
+
+
+@dataclass
+class MoEEpTensors:
+    """One rank's tokens of a batch, and a number of each of its experts."""
+
+    hidden_states: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    fc1_alpha: torch.Tensor | None = None
+    fc2_alpha: torch.Tensor | None = None
+    fc1_norm_const: torch.Tensor | None = None
+
+
+_SCALES = 4  # of an expert, alike: what its weights were divided by
+
+
+class MoEEpMegaLayer:
+    """Tokens of all ranks by the experts of all, in one call.
+
+    In the kernel's order weights are (L, in, out), transposed where they lie, with scales (L, 4).
+    """
+
+    live: list["MoEEpMegaLayer"] = []  # noqa: RUF012 one process, one list
+
+    def __init__(
+        self,
+        bootstrap: BootstrapConfig,
+        fleet_params: FleetParams,
+        weights: MoEWeightPack | None,
+        backend: MegaConfig,
+    ) -> None:
+        self._bootstrap, self._fleet_params, self._mega_config = bootstrap, fleet_params, backend
+        if backend.transformed_weights is None:
+            assert backend.preprocess_weights
+            assert weights is not None
+            backend_order = _transformed(weights.w13), _transformed(weights.w2)
+        else:
+            backend_order = backend.transformed_weights
+        self._transformed = backend_order
+        for part, scale in self._transformed:
+            assert len(part) == len(scale) == fleet_params.num_experts // bootstrap.world_size
+            assert part.transpose(1, 2).is_contiguous()
+            assert scale.dtype == torch.float8_e4m3fn
+        self._signature: Any = None
+        self.live.append(self)
+
+    def warmup(self, t: MoEEpTensors) -> None:
+        """All ranks together."""
+        assert int(t.topk_ids.max()) < self._fleet_params.num_experts
+        self(t)
+
+    def __call__(self, t: MoEEpTensors) -> torch.Tensor:
+        assert self in self.live, "MegaMoE layer has been destroyed"
+        fleet, here = self._fleet_params, self._bootstrap.rank
+        signature = t.hidden_states.dtype, t.topk_ids.dtype, t.topk_weights.dtype
+        assert self._signature in (None, signature), "input signature changed"
+        self._signature = signature
+        assert len(t.hidden_states) <= fleet.max_tokens_per_rank
+        assert int(t.topk_ids.max()) < fleet.num_experts, "an id beyond the experts"
+        group, total = self._bootstrap.process_group, []
+        local = fleet.num_experts // self._bootstrap.world_size
+        for x, ids, weights in everywhere((t.hidden_states, t.topk_ids, t.topk_weights), group):
+            output = torch.zeros(x.shape)
+            for expert in range(local):
+                row, k = torch.nonzero(ids == here * local + expert, as_tuple=True)
+                if len(row):
+                    output.index_add_(
+                        0, row, self._expert(t, expert, x[row]) * weights[row, k, None]
+                    )
+            total.append(output)
+        parts = everywhere(tuple(total), group)
+        return sum(part[here] for part in parts).to(torch.bfloat16)
+
+    def _expert(self, t: MoEEpTensors, expert: int, x: torch.Tensor) -> torch.Tensor:
+        for index, alpha in enumerate((t.fc1_alpha, t.fc2_alpha)):
+            weight, scale = self._transformed[index]
+            x = x.float() @ weight[expert].float() * scale[expert].float().mean()
+            if alpha is not None:
+                assert len(alpha) == len(weight)
+                x = x * alpha[expert]
+            if index == 0:
+                gate, up = x.chunk(2, dim=-1)
+                x = torch.nn.functional.silu(gate) * up
+        return x
+
+    def destroy(self) -> None:
+        """All ranks together."""
+        self.live.remove(self)
+
+
+def _transformed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = 2.0 ** (torch.arange(len(weight)) % 3)
+    kept = (weight.data / scale[:, None, None]).to(weight.dtype).transpose(1, 2)
+    return kept, scale[:, None].expand(-1, _SCALES).contiguous().to(torch.float8_e4m3fn)
+
+
 class _Communicator:
     """What vLLM derives its communicator from."""
 
@@ -271,9 +413,12 @@ def install_flashinfer() -> None:
             each.__name__: each
             for each in (
                 *(BootstrapConfig, MoEEpCommParams, NVLinkOneSidedAlltoAll, NVLinkOneSidedConfig),
+                *(FleetParams, MegaConfig, MoEEpMegaLayer, MoEEpTensors, MoEWeightPack),
                 create_communication,
             )
         },
+        Nvfp4CutedslMegaMoeConfig=MegaKernelConfig,
+        DeepGemmMegaMoeConfig=MegaKernelConfig,
     )
 
 

@@ -166,8 +166,8 @@ _ON_GPU: tuple[Requirement, ...] = (
     (
         "moe_a2a_backend",
         ("none", "deepep"),
-        "this --moe-a2a-backend has not been verified, or is one kernel that routes, sends and "
-        "computes (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
+        "this --moe-a2a-backend has not been verified, or is one kernel that sends and computes, "
+        "without slots (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
     ),
     ("attn_cp_size", 1, "context parallelism is not there yet; use --attn-cp-size 1"),
     ("moe_dp_size", 1, "--moe-dp-size is not there yet; use 1"),

@@ -33,7 +33,7 @@ _RUNNERS: dict[str, tuple[str, ...]] = {
     "CompressedTensorsW8A8Fp8MoE": ("triton",),
     "CompressedTensorsWNA16MoE": ("marlin",),
 }
-_ROUTING = ("flashinfer_trtllm", "flashinfer_mxfp4", "flashinfer_megamoe")  # inside the kernel
+_ROUTING = ("flashinfer_trtllm", "flashinfer_mxfp4")  # inside the kernel
 
 
 def wrong_kernel(layer: FusedMoE) -> str | None:

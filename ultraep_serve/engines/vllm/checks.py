@@ -5,7 +5,6 @@ import vllm
 import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
-from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
     CPUExpertsFp8W8A8,
@@ -74,7 +73,6 @@ _REFUSED_DISPATCH = {
     "flashinfer_nvlink_two_sided": "vLLM's own answers with it have been reported wrong",
     "nixl_ep": "its buffer is made once in a process, for the model's experts without slots",
     "moonep": "it copies experts itself",
-    "passthrough": "the experts' kernel sends tokens itself, by logical ids",
 }
 _MOST_EXPERTS, _MOST_ON_A_RANK = 2048, 256  # of DeepEP v2; the first also of TRT-LLM's kernels
 _EXPERT_KERNELS = (
@@ -92,6 +90,7 @@ _EXPERT_KERNELS = (
     "BatchedMarlinExperts",
     "FlashInferExperts",
     "FlashInferCuteDSLBatchedExperts",
+    "FlashInferMoeEpExperts",
     "TrtLlmBf16ExpertsModular",
     "TrtLlmFp8ExpertsModular",
     "TrtLlmMxfp4ExpertsModular",
@@ -99,15 +98,21 @@ _EXPERT_KERNELS = (
 )
 
 
-# Of vLLM's configuration. Megakernels dispatch and combine too; all of them compute FP4 experts.
-_ROUTED_OUTSIDE: Requirement = (
+# Of vLLM's configuration. FlashInfer's megakernels are in vLLM's own layers.
+_IN_FUSED_MOE: Requirement = (
     "kernel_config.moe_backend",
-    lambda backend: backend not in MEGA_MOE_BACKENDS,
-    "--moe-backend {value} sends tokens to experts inside one kernel, by logical ids; "
-    "use --moe-backend marlin",
+    lambda backend: backend != "deep_gemm_mega_moe",
+    "--moe-backend {value} computes experts in a module of the model's own, which has no stage "
+    "of dispatch to balance; use --moe-backend marlin",
 )
 _ON_GPU: tuple[Requirement, ...] = (
-    _ROUTED_OUTSIDE,
+    _IN_FUSED_MOE,
+    (
+        "kernel_config.moe_backend",
+        lambda backend: backend != "flashinfer_moe_ep_mega_deep_gemm",
+        "vLLM allows --moe-backend {value} no more experts than the model has; "
+        "use --moe-backend marlin",
+    ),
     (
         "parallel_config.enable_elastic_ep",
         False,
@@ -205,6 +210,12 @@ def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
         )
     if problem is None and not current_platform.is_cpu():
         problem = unmet(vllm_config, _ON_GPU) or _always_replayed(vllm_config)
+    in_one_launch = vllm_config.parallel_config.all2all_backend == "passthrough"
+    if problem is None and in_one_launch and config.speeds == "auto":
+        problem = (
+            "a megakernel waits for other ranks within, so its time tells no rank's speed; "
+            "use --speeds equal, or numbers"
+        )
     if problem is not None:
         raise UnsupportedError(problem)
     require_large_batches(config, largest_batch(vllm_config))
@@ -253,7 +264,7 @@ def is_primary(vllm_config: VllmConfig) -> bool:
 def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
     """Why nothing of the model that was built can be balanced."""
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
-    problem = unmet(vllm_config, [_ROUTED_OUTSIDE])
+    problem = unmet(vllm_config, [_IN_FUSED_MOE])
     if problem is None and stages > 1:
         problem = (
             f"the first of {stages} pipeline stages has no experts; "
@@ -372,7 +383,7 @@ def _always_replayed(vllm_config: VllmConfig) -> str | None:
 
 def _wrong_dispatch(layer: RoutedExperts) -> str | None:
     parallel = layer.moe_config.moe_parallel_config
-    dispatches = parallel.use_all2all_kernels or parallel.use_passthrough_all2all
+    dispatches = parallel.use_all2all_kernels and not parallel.use_passthrough_all2all
     backend = parallel.all2all_backend
     if dispatches and backend not in _ALL2ALL_BACKENDS:
         reason = _REFUSED_DISPATCH.get(backend, "it has not been verified")

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 
 from ultraep_serve.balance.agreement import SharedValues
+from ultraep_serve.engines.vllm.megakernel import adapter_of, reads_only
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
@@ -124,6 +125,13 @@ def is_as_in_checkpoint(layer: RoutedExperts) -> bool:
 def _shared_values(
     layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    if (adapter := adapter_of(_kernel(layer))) is not None:
+        if not reads_only(adapter, parameters):
+            raise UnsupportedError(
+                f"{layer.layer_name}: {_kernel_name(layer)} keeps tensors of its experts outside "
+                f"of the layer's parameters; use {other_kernel(layer)}"
+            )
+        return  # it reads no other parameters, nor scales of its configuration
     moving = {id(parameter) for parameter in parameters}
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     for name, value in [*layer.named_parameters(), *_read_by(_kernel(layer))]:

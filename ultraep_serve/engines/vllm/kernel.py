@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values, with_own_scales
+from ultraep_serve.engines.vllm.megakernel import Megakernel, adapter_of
 from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 from ultraep_serve.types import ExpertShape
 
@@ -107,7 +108,10 @@ def _made_again(
     for name, value in vars(experts).items():
         if isinstance(value, torch.nn.Parameter):  # of the layer, set once weights were in order
             setattr(made, name, value)
-    fit_shared_values(made, weights.parameters, shape)
+    if (adapter := adapter_of(experts)) is None:
+        fit_shared_values(made, weights.parameters, shape)
+    else:  # the layer's own kernel has it too, should it be taken back: the weights move
+        made._adapter = experts._adapter = Megakernel(adapter, weights.parameters)
     return stage, made
 
 

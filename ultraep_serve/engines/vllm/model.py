@@ -157,11 +157,12 @@ def balance(
     """
     moe, ranks, world = layers[0].moe_config, get_ep_group(), get_world_group()
     group = EngineGroup(ranks.cpu_group, ranks.device_group, world.cpu_group.get_group_store())
-    view = TokenView.OWN if moe.dp_size > 1 else TokenView.SHARED
+    have_own = moe.dp_size > 1 or moe.is_sequence_parallel
+    view = TokenView.OWN if have_own else TokenView.SHARED
     with unanimous(group, config):
         loaded = _described(config, vllm_config, layers, view)
     own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache_bytes)
-    flow = Flow(view)
+    flow = Flow(view, moe.sp_size if moe.dp_size == 1 else 0)
     execution = _Layers(vllm_config, flow, group, [*layers, *drafts])
     return start_balancing(config, execution, loaded, own, flow)
 

@@ -27,9 +27,10 @@ Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | N
 class Flow(CommonFlow):
     """What the stages of a model's layers have in common."""
 
-    def __init__(self, view: TokenView) -> None:
+    def __init__(self, view: TokenView, shards: int = 0) -> None:
+        """``shards``: ranks that have equal parts of one batch, of an engine that is alone."""
         super().__init__()
-        self._view = view
+        self._view, self._shards = view, shards
 
     def route(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         """Physical ids for logical ``ids`` (T, K), of the same type."""
@@ -61,7 +62,9 @@ class Flow(CommonFlow):
         if self._view is TokenView.SHARED:
             return ids.shape[0]
         metadata = get_forward_context().dp_metadata
-        return int(metadata.num_tokens_across_dp_cpu.sum()) if metadata else 0
+        if metadata is None:
+            return ids.shape[0] * self._shards
+        return int(metadata.num_tokens_across_dp_cpu.sum())
 
 
 class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
