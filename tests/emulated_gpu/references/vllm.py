@@ -185,12 +185,12 @@ def get_scheduler_metadata(**_: Any) -> torch.Tensor:
 
 @in_stream
 def masked_moe_activation(
-    result: torch.Tensor, input: torch.Tensor, counts: torch.Tensor, kind: str, *_: float
+    out: torch.Tensor, input: torch.Tensor, valid_token_counts: torch.Tensor, activation: str
 ) -> None:
-    """Of each expert's first ``counts`` rows; what others have is nobody's."""
-    if kind != "silu":
-        raise NotImplementedError(f"the emulated GPU has no values for {kind}")
-    for rows, own, count in zip(result, input, counts.tolist(), strict=True):
+    """Of each expert's first rows; what the others have is nobody's."""
+    if activation != "silu":
+        raise NotImplementedError(f"the emulated GPU has no values for {activation}")
+    for rows, own, count in zip(out, input, valid_token_counts.tolist(), strict=True):
         silu_and_mul(rows[:count], own[:count])
 
 
