@@ -79,10 +79,8 @@ class Way:
 
     @property
     def hidden_size(self) -> int:
-        """What DeepEP takes: any number of 512 bytes, or for low latency one of its own sizes."""
-        if not self.dispatch:
-            return 128
-        return 2048 if self.dispatch == "deepep_low_latency" else 256
+        """With DeepEP a number of 512 bytes."""
+        return 256 if self.dispatch else 128
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}

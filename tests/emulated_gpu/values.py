@@ -59,10 +59,7 @@ LARGEST_IMBALANCE = 1.02
 CHECKED = {**SETTINGS, "self_check": "full", "verify_every": 1, "min_batch_tokens": 64}
 
 
-DISPATCHES = (
-    *("deepep_high_throughput", "deepep_low_latency", "deepep_v2"),
-    "flashinfer_nvlink_one_sided",
-)
+DISPATCHES = "deepep_high_throughput", "deepep_v2", "flashinfer_nvlink_one_sided"
 WAYS = (
     Way(mistakes=tuple(FOUND_BY)),
     Way(decode_in_graphs=True),

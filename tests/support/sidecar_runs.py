@@ -63,10 +63,10 @@ class SkewedRun:
 
 
 def status(url: str) -> int:
-    """Of the answer to a GET; 0 while nobody listens."""
+    """Of the answer to a GET; 0 while nobody listens, and where it ends before it answers."""
     try:
         return httpx.get(url, timeout=30).status_code
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.ReadError):
         return 0
 
 

@@ -183,23 +183,12 @@ def get_scheduler_metadata(**_: Any) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device="cuda")
 
 
-@in_stream
-def masked_moe_activation(
-    out: torch.Tensor, input: torch.Tensor, valid_token_counts: torch.Tensor, activation: str
-) -> None:
-    """Of each expert's first rows; what the others have is nobody's."""
-    if activation != "silu":
-        raise NotImplementedError(f"the emulated GPU has no values for {activation}")
-    for rows, own, count in zip(out, input, valid_token_counts.tolist(), strict=True):
-        silu_and_mul(rows[:count], own[:count])
-
-
 _LOOK_AT_NO_VALUES = "weak_ref_tensor", "get_cuda_view_from_cpu_tensor"
 _OPERATORS: dict[str, dict[str, Any]] = {
     "_C": {
         each.__name__: each
         for each in (
-            *(rms_norm, fused_add_rms_norm, silu_and_mul, masked_moe_activation),
+            *(rms_norm, fused_add_rms_norm, silu_and_mul),
             *(rotary_embedding, vocab_parallel_embedding),
             *(getattr(quantisation, name) for name in quantisation.__all__),
             gptq_marlin_repack,
