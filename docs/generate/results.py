@@ -28,6 +28,7 @@ __all__ = ["PAGE", "README", "readme", "results", "statements"]
 _ROOT = Path(__file__).resolve().parents[2]
 README = _ROOT / "README.md"
 PAGE = _ROOT / "docs" / "results.md"
+_SLOT_MEMORIES = "per_layer", "shared"
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
 _DEMO = re.compile(r"^  Load of the busiest rank.*? at most$", re.MULTILINE | re.DOTALL)
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -400,15 +401,17 @@ def _kept() -> str:
 
 
 def _memories() -> str:
-    """Time to first token with either memory of slots, by prompt length."""
-    documents = {name: read_rows(f"serving-ttft-{name}") for name in ("per_layer", "shared")}
+    """Time to first token with either memory of slots, by engine and prompt length."""
     rows = []
-    for both in zip(*documents.values(), strict=True):
-        [tokens] = {row["requested_tokens"] for row in both}
-        ratios = (times(*estimate(rounds(row, "off"))) for row in both)
-        ideal = _slashed(_of_ideal(row).removesuffix(" %") for row in both)
-        rows.append((f"{tokens:,}", *ratios, f"{ideal} %"))
-    return table(("prompt", *(f"`{name}`" for name in documents), "of ideal"), rows)
+    for prefix, engine in _ENGINES.items():
+        documents = (read_rows(f"{prefix}-ttft-{name}") for name in _SLOT_MEMORIES)
+        for both in zip(*documents, strict=True):
+            [tokens] = {row["requested_tokens"] for row in both}
+            ratios = (times(*estimate(rounds(row, "off"))) for row in both)
+            ideal = _slashed(_of_ideal(row).removesuffix(" %") for row in both)
+            rows.append((engine, f"{tokens:,}", *ratios, f"{ideal} %"))
+    heads = ("engine", "prompt", *(f"`{name}`" for name in _SLOT_MEMORIES), "of ideal")
+    return table(heads, rows)
 
 
 def _staying() -> str:
