@@ -219,7 +219,8 @@ def compiled_for(launches: list[Launch]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "slot_memory"), [(1, "shared"), (2, "shared"), (1, "per_layer")]
+    ("num_micro_batches", "slot_memory"),
+    [(1, "shared"), (2, "shared"), (1, "per_layer"), (2, "per_layer")],
 )
 def test_nothing_is_compiled_while_serving(num_micro_batches: int, slot_memory: str) -> None:
     shape, numbers = ExpertShape(8, 64, 2, num_micro_batches), range(num_micro_batches)

@@ -280,7 +280,7 @@ def plan_sizes(
 ) -> PlanSizes:
     """For plans of R, E and S slots of a rank for each micro-batch; ``others`` of ``PlanSizes``.
 
-    Copies may stay (``keeps``) where there are some and batches do not overlap.
+    Copies may stay (``keeps``) where there are some.
 
     Copies stay within contiguous groups of ``domain_size`` ranks; None is all ranks. Raises
     ValueError where E is no multiple of R.
@@ -310,7 +310,7 @@ def plan_sizes(
         block_slots=int(triton.next_power_of_2(max(1, num_replica_slots))),
         block_keys=_block(search.limit),
         block_places=_block(num_ranks * num_replica_slots),
-        keeps=keeps and search.limit > 0 and num_micro_batches == 1,
+        keeps=keeps and search.limit > 0,
         **others,
     )
 

@@ -225,6 +225,13 @@ SCENARIOS = {
             relay="always",
             slot_memory="per_layer",
         ),
+        Scenario(
+            "copies stay in micro-batches",
+            _two_micro_batches(4, 8),
+            _STAYING,
+            least_resident=8,
+            slot_memory="per_layer",
+        ),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
         Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True, is_quick=True),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True, is_quick=True),

@@ -93,9 +93,11 @@ class DeviceBalancer:
         self._parts = [MicroBatch(number, *given, prices) for number in numbers]
         self._chunks = [fabric.chunks(layer) for layer in layers]
         self._sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
-        self._states: list[torch.Tensor | None] = [None] * len(layers)  # of copies that stay
+        # of copies that stay, by micro-batch and layer
+        self._states: list[list[torch.Tensor | None]] = [[None] * len(layers) for _ in numbers]
         if self._parts[0].plan.sizes.keeps:
-            self._states = list(new_states(len(layers), *self._sizes, device))
+            held = *self._sizes[:2], shape.num_replica_slots
+            self._states = [list(new_states(len(layers), *held, device)) for _ in numbers]
         self._identity = torch.from_numpy(identity_table(*self._sizes)).to(device)
         width = outcome_width(*self._sizes)
         self._batches = Batches(device, width, len(layers) * shape.num_micro_batches)
@@ -143,7 +145,8 @@ class DeviceBalancer:
         """Plan the layer, write ``physical`` ids, and send experts where a plan is followed."""
         row, chunks, patience = part.row, self._chunks[layer], self._fabric.patience_ns
         assert row is not None, "nothing has been counted"
-        planned = ids, physical, part.count, row.outcome, self._states[layer]
+        state = self._states[row.micro_batch][layer]
+        planned = ids, physical, part.count, row.outcome, state
         if self._expected.copies_nothing(layer, row.micro_batch):
             part.plan.and_copy(*planned, chunks, patience)
             row.lap(Stage.PLAN)
@@ -215,7 +218,7 @@ class DeviceBalancer:
 
     def forget(self) -> None:
         """Have all ranks copy anew what layers need: experts of this one may have changed."""
-        if self._states[0] is not None:
+        if self._parts[0].plan.sizes.keeps:
             self._fabric.synchronize()  # of batches until now none may take it for its own
             self._choice.forget()
             self._fabric.synchronize()  # whatever stream the next one is launched in

@@ -32,7 +32,7 @@ def chosen_slot_memory(
     wanted, shape, device = setup.config.slot_memory, setup.shape, layers[0][0].device
     if wanted != "auto":
         return wanted
-    if not shape.num_slots or shape.num_micro_batches > 1:
+    if not shape.num_slots:
         return "shared"
     masters = sum(tensor.nbytes for tensors in layers for tensor in tensors)
     slot_bytes = masters // shape.num_masters * shape.num_slots
