@@ -20,15 +20,6 @@ from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.system.versions import NewerEngine
 from ultraep_serve.types import Policy, parse_speeds
 
-__all__ = [
-    "MOST_SLOT_PERCENT",
-    "SIDECAR_DISTANCE",
-    "BalanceConfig",
-    "SidecarSettings",
-    "add_file_flag",
-    "given_settings",
-]
-
 # From a server's port to its sidecar's. Engines give ports just above the server's to ranks (vLLM:
 # server + rank, SGLang: server + 1, + 13, + 233 and after); servers side by side often lie hundreds
 # apart.

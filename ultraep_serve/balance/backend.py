@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from ultraep_serve.balance.slots import SlotPool
     from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
 
-__all__ = [
-    "Backend",
-    "GroupSetup",
-    "LayerBalancer",
-    "LayerSlots",
-    "fixed_speeds",
-    "marking_failure",
-    "row_width",
-]
-
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 CHUNK_BYTES = 1 << 20  # unit of weight transfer; GPUs take smaller ones

@@ -6,8 +6,6 @@ from ultraep_serve.balance.backend import Backend, GroupSetup
 from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["make_backend"]
-
 
 def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
     """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""

@@ -12,16 +12,6 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-__all__ = [
-    "Allocation",
-    "Driver",
-    "HandleKind",
-    "MappedMemory",
-    "Shareable",
-    "create",
-    "round_up",
-]
-
 Shareable: TypeAlias = int | bytes  # a file descriptor, or the 64 bytes of a fabric handle
 
 

@@ -22,8 +22,6 @@ from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.memory import Allocation, Driver, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["ALIGNMENT", "SlotPool"]
-
 ALIGNMENT = 128  # bytes, of a tensor's start; TMA asks for 16, and for 128 in shared memory
 _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 

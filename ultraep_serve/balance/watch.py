@@ -30,8 +30,6 @@ from ultraep_serve.system.topology import Location, PipelineStage, is_process_al
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["WATCH_SECONDS", "HostBeats", "Watch"]
-
 WATCH_SECONDS = 3.0  # beyond the timeout, at most, in which a lost host is given up
 
 _QUIET_SECONDS = 4.0  # of silence before it is shown

@@ -13,8 +13,6 @@ from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
 from ultraep_serve.types import Policy
 
-__all__ = ["LAUNCHERS", "add_arguments", "checked_command", "read_flags", "run"]
-
 LAUNCHERS: dict[str, Any] = {"vllm": vllm, "sglang": sglang}  # by command
 
 

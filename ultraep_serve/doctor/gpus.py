@@ -7,8 +7,6 @@ from ultraep_serve.doctor.finding import Finding, error, ok, warning
 from ultraep_serve.system.gpu_packages import unfit_packages
 from ultraep_serve.system.versions import installed_version
 
-__all__ = ["check_gpus"]
-
 _QUERY = ["--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
 _SECONDS = 20.0
 

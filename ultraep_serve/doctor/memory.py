@@ -14,8 +14,6 @@ from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RING_RECORDS
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["check_memory", "check_shared_memory"]
-
 _SHARED_MEMORY = Path("/dev/shm")
 _ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
 _PROCESS_BYTES = 448 << 20  # that a process of vLLM holds before it has a model

@@ -27,16 +27,6 @@ from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.types import Policy
 
-__all__ = [
-    "ANYWHERE",
-    "DEFAULT_PORT",
-    "MISSING",
-    "ON_CPU",
-    "count_micro_batches",
-    "count_ranks",
-    "engine_command",
-]
-
 DEFAULT_PORT = 30000
 MISSING = (
     "SGLang is not installed here; pip install '.[sglang]' in a checkout, or for CPU run "

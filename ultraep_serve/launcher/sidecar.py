@@ -9,8 +9,6 @@ from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import address_of, why_not_listen
 
-__all__ = ["start_beside_rank"]
-
 
 def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
     """Start the sidecar of ``config``'s run directory, which ends with this rank.

@@ -29,14 +29,6 @@ from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.system.machine import available_memory, has_amx
 from ultraep_serve.types import Policy
 
-__all__ = [
-    "DEFAULT_PORT",
-    "MISSING",
-    "count_micro_batches",
-    "count_ranks",
-    "engine_command",
-]
-
 DEFAULT_PORT = 8000
 MISSING = "vLLM is not installed here; pip install '.[vllm]' in a checkout"
 _HEADLESS = "ultraep_serve.engines.vllm.headless"

@@ -7,8 +7,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import copies_of
 from ultraep_serve.types import IntArray
 
-__all__ = ["check_home_first", "check_plan", "check_slots", "check_split"]
-
 Integers = NDArray[np.integer]
 
 

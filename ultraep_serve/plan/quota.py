@@ -9,8 +9,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.residents import Residents
 from ultraep_serve.types import ExpertShape, Plan
 
-__all__ = ["identity_plan", "plan_quota", "warm_up"]
-
 
 def plan_quota(loads: NDArray[np.integer], context: PlanContext, source_rank: int) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank.

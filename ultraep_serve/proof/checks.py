@@ -11,8 +11,6 @@ import torch
 
 from ultraep_serve.types import Decision, ExpertShape, TokenView
 
-__all__ = ["Found", "LayerChecks"]
-
 
 @dataclass(frozen=True)
 class Found:

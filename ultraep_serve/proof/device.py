@@ -46,8 +46,6 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import IntArray, Plan, VerificationCheck
 
-__all__ = ["DeviceSamples", "samples_of", "stages_of"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_SENT = 8  # samples on their way to the host; further ones are not read

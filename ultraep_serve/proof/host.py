@@ -35,8 +35,6 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, IntArray, Plan, VerificationCheck
 
-__all__ = ["HostSamples", "samples_of", "stages_of"]
-
 
 def stages_of(backend: HostBackend) -> Stages:
     """The stages of ranks that are connected."""

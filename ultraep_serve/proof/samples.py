@@ -22,8 +22,6 @@ from ultraep_serve.system.files import write_whole
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import VerificationCheck
 
-__all__ = ["Sample", "SampleTurns", "Sampled", "Samples"]
-
 logger = logging.getLogger(__name__)
 
 _ANSWERS_EVERY = 8  # samples, of which one has answers computed again

@@ -29,8 +29,6 @@ from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.proof.answers import AnswerCheck, Answers, largest_difference
 from ultraep_serve.types import CheckResult, IntArray
 
-__all__ = ["Stages", "reroute_reference", "run_self_check"]
-
 _LOADS = 32
 _TOKENS = 256  # of a rank
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -31,8 +31,6 @@ from ultraep_serve.sidecar.window import BOUNDS, Totals, considered
 from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision, Stage
 
-__all__ = ["StoreCollector"]
-
 _Samples = Iterable[tuple[tuple[object, ...], float]]  # values of labels, and the value
 
 

@@ -27,8 +27,6 @@ from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
-
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
 _LEAVE_SECONDS = 600.0  # for other ranks to be gone after the parent

@@ -7,8 +7,6 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import engine_variable
 from ultraep_serve.system.versions import installed_version
 
-__all__ = ["Unfit", "require_fit_packages", "unfit_packages"]
-
 
 class Unfit(NamedTuple):
     """A package, what it leads to, what to do, and whether no balanced server starts with it."""

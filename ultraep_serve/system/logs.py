@@ -3,8 +3,6 @@
 import sys
 from contextlib import suppress
 
-__all__ = ["say"]
-
 
 def say(line: str, *, is_error: bool = False) -> None:
     """Write ``line`` to standard error."""

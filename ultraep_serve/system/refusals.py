@@ -18,8 +18,6 @@ from ultraep_serve.system.files import open_regular
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.topology import is_process_alive
 
-__all__ = ["is_refused", "repeat_at_exit", "repeat_now", "repeated_at_exit"]
-
 _MAX_BYTES = 1 << 16
 
 

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-__all__ = ["printable"]
-
 
 def printable(value: Any) -> Any:
     """``value`` of JSON, or an error's text, with what a terminal would obey written as escapes."""

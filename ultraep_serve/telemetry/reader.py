@@ -11,8 +11,6 @@ from ultraep_serve.telemetry.record import RecordArray, record_checksum, record_
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RingHeader, parse_header
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["Poll", "RingReader"]
-
 _MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as missed
 
 

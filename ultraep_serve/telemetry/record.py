@@ -12,16 +12,6 @@ from numpy.typing import NDArray
 
 from ultraep_serve.types import Decision, ExpertShape, Outcome, Stage
 
-__all__ = [
-    "LayerRecord",
-    "RecordArray",
-    "padded",
-    "rank_loads",
-    "record_checksum",
-    "record_dtype",
-    "stored_record",
-]
-
 RecordArray = NDArray[np.void]
 
 

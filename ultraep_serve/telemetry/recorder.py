@@ -34,8 +34,6 @@ from ultraep_serve.telemetry.ring import (
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
 
-__all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
-
 HEARTBEAT_SECONDS = 1.0
 _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth

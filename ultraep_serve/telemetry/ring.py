@@ -19,26 +19,6 @@ from ultraep_serve.system.topology import Location, domains_fit, is_process_aliv
 from ultraep_serve.telemetry.record import padded, record_dtype
 from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, Stage, VerificationCheck
 
-__all__ = [
-    "ALIVE_SECONDS",
-    "HEADER_BYTES",
-    "HEADER_DTYPE",
-    "MAGIC",
-    "MAX_CAPACITY",
-    "MAX_EXPERTS",
-    "MAX_RANKS",
-    "RING_RECORDS",
-    "RING_VERSION",
-    "SELF_CHECK_BYTES",
-    "UNHEARD_BYTES",
-    "RingHeader",
-    "RingState",
-    "SelfCheck",
-    "SelfCheckOutcome",
-    "header_page",
-    "parse_header",
-]
-
 RING_VERSION = 12
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096

@@ -4,8 +4,6 @@ import triton.language as tl
 
 from ultraep_kernels.contract import Decision
 
-__all__ = ["BALANCED", "FORCED", "INCONSISTENT", "PLANNED", "POLICY_OFF", "UNPROFITABLE"]
-
 PLANNED, FORCED = tl.constexpr(int(Decision.PLANNED)), tl.constexpr(int(Decision.FORCED))
 POLICY_OFF = tl.constexpr(int(Decision.POLICY_OFF))
 BALANCED = tl.constexpr(int(Decision.BALANCED))

@@ -21,16 +21,6 @@ from ultraep_kernels.device._signals import peek, put
 from ultraep_kernels.device.reroute import every_32nd
 from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
 
-__all__ = [
-    "NO_KEY",
-    "is_reached",
-    "rank_loads",
-    "saved_time",
-    "survey",
-    "take_best",
-    "take_winners",
-]
-
 NO_KEY = tl.constexpr((1 << 63) - 1)
 _QUOTA, _IDEAL = tl.constexpr(Policy.QUOTA.code), tl.constexpr(Policy.IDEAL.code)
 _MILLION = tl.constexpr(10**6)

@@ -15,8 +15,6 @@ from ultraep_kernels.device.outcome import SENT, store_outcome
 from ultraep_kernels.device.relays import assign_senders
 from ultraep_kernels.device.reroute import every_32nd, store_places
 
-__all__ = ["finish"]
-
 
 @triton.jit
 def finish(

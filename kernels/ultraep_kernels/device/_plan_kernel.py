@@ -18,8 +18,6 @@ from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.reroute import assign_block
 from ultraep_kernels.device.stream import Transfers, follow_program
 
-__all__ = ["COUNTERS", "plan_kernel"]
-
 COUNTERS = 16  # int32: turns, then arrivals; 1 to 5, 8 and 9 are the search's
 _COUNTERS = tl.constexpr(COUNTERS)
 _WRITTEN, _DONE = tl.constexpr(6), tl.constexpr(7)

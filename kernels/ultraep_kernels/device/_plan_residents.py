@@ -31,20 +31,6 @@ from ultraep_kernels.device._plan_times import FULL, busiest, least_time
 from ultraep_kernels.device._signals import put
 from ultraep_kernels.device.reroute import every_32nd
 
-__all__ = [
-    "RESIDENTS",
-    "Kept",
-    "compare_fresh",
-    "decide",
-    "forget_what_changed",
-    "grow",
-    "new_kept",
-    "new_states",
-    "speeds_in",
-    "split_again",
-    "split_residents",
-]
-
 # words of a layer's state, int64: batches that were planned, how often ranks had experts
 # changed, the layer's number; then the slots (S, R), and the average load (E,)
 _BATCHES, _CHANGES, _LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -29,8 +29,6 @@ from ultraep_kernels.device._signals import peek
 from ultraep_kernels.device._turns import arrive, await_arrivals
 from ultraep_kernels.device.reroute import every_32nd
 
-__all__ = ["await_decision", "search"]
-
 # arrivals, each a counter of the launch
 _SUMMED, _SURVEYED, _FIRST_WAVE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _ATTEMPTED, _DECIDED = tl.constexpr(4), tl.constexpr(5)

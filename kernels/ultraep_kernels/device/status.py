@@ -9,9 +9,6 @@ from enum import IntFlag
 import torch
 import triton.language as tl
 
-__all__ = ["EXCHANGE_TIMEOUT", "IMPOSSIBLE_LOADS", "RELAY_TIMEOUT", "SHARE_TOO_SMALL"]
-__all__ += ["SLOT_TIMEOUT", "TIMEOUTS", "DeviceStatus", "new_status"]
-
 
 class DeviceStatus(IntFlag):
     """Bits of the status word."""

@@ -34,8 +34,6 @@ from ultraep_kernels.device.launch import Launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["Programs", "Reach", "Stream", "StreamSizes", "Transfers", "follow_program"]
-
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8
 # of a thread: a quarter of a multiprocessor's for a program, so that others run beside it; three

@@ -42,8 +42,6 @@ from ultraep_kernels.host._plan_search import (
     place_replicas,
 )
 
-__all__ = ["keep_replicas"]
-
 Counts = NDArray[np.int64]
 
 

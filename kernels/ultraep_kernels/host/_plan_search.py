@@ -25,16 +25,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
-__all__ = [
-    "Placement",
-    "busiest_time",
-    "capacities",
-    "holds",
-    "least_time",
-    "level",
-    "place_replicas",
-]
-
 Counts = NDArray[np.int64]
 
 

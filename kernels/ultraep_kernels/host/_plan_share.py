@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import IntArray
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["count_experts", "split_quota"]
-
-
 Counts = NDArray[np.int64]
 
 

@@ -25,8 +25,6 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
-__all__ = ["LEFT_FREE", "DeviceBackend", "StopNotice", "num_programs"]
-
 _LOGGER = logging.getLogger(__name__)
 
 LEFT_FREE = 32  # multiprocessors: as many as NCCL's collectives take; DeepEP's dispatch takes 24

@@ -29,8 +29,6 @@ from ultraep_serve.types import Decision, Stage
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["DeviceBalancer", "LayerSamples"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ import torch
 from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.errors import ConfigError, DeviceError, UltraEPError, UnsupportedError
 
-__all__ = ["CudaDriver", "device_error", "host_words", "open_driver"]
-
 
 class CudaDriver:
     """``Driver`` over cuda-bindings."""

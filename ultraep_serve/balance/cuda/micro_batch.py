@@ -16,8 +16,6 @@ from ultraep_serve.balance.cuda.recording import LayerRow
 from ultraep_serve.balance.physical import forced_ids
 from ultraep_serve.types import Decision, TokenView
 
-__all__ = ["MicroBatch", "SideStream"]
-
 
 class MicroBatch:
     """The launches of its layers, one after the other, and what they write to."""

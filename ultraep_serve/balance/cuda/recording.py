@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.types import Stage
 
-__all__ = ["TIMED_EVERY", "Batches", "LayerRow", "Page", "is_capturing"]
-
 TIMED_EVERY = 8  # batches with records, of which one has its stages timed
 _NUM_PAGES = 3  # a batch that is written, the one before, and the one before that
 _MOST_LAPS = len(Stage) + 1  # of a layer

@@ -22,8 +22,6 @@ from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
-__all__ = ["HostBackend"]
-
 _REPEATS = 3
 _EXCHANGES = 20
 

@@ -39,8 +39,6 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
 from ultraep_serve.types import Decision, IntArray, Outcome, Plan, Policy, Stage, TokenView
 
-__all__ = ["HostBalancer", "LayerSamples"]
-
 logger = logging.getLogger(__name__)
 
 _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a fresh plan can move

@@ -10,8 +10,6 @@ from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import available_memory
 
-__all__ = ["MAP_FIXED", "READ_WRITE", "HostMemory", "map_memory", "tensor_at", "unmap_memory"]
-
 MAP_FIXED = 0x10  # not exposed by the mmap module
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 

@@ -50,8 +50,6 @@ from ultraep_serve.telemetry.ring import RingState, SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import CheckResult
 
-__all__ = ["BalancedLayers", "start_balancing"]
-
 
 def start_balancing(
     config: BalanceConfig,

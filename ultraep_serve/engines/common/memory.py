@@ -16,8 +16,6 @@ from ultraep_serve.proof.answers import Answers
 from ultraep_serve.system.machine import available_memory, total_memory
 from ultraep_serve.types import TokenView
 
-__all__ = ["chosen_slot_memory", "require_memory"]
-
 _MOST_RANKS_ON_GPUS = 16  # one warp looks for copies beside those that stay
 
 

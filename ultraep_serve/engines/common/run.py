@@ -28,8 +28,6 @@ from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["meet", "refuse_or_serve_plainly"]
-
 _made: list[RunDirectory] = []  # by this process
 
 

@@ -21,18 +21,6 @@ from ultraep_serve.system.versions import SGLANG, NewerEngine
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-__all__ = [
-    "check_checkpoint",
-    "check_cpu_balancing",
-    "check_cpu_execution",
-    "check_device_execution",
-    "check_draft_layer",
-    "check_engine",
-    "check_layer",
-    "check_settings",
-]
-
-
 _ON_THE_WAY = ("forward", "forward_impl", "run_moe_core")  # from the model to its experts
 _DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical experts as they come
 

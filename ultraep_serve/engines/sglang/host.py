@@ -26,8 +26,6 @@ from ultraep_serve.engines.common.cpu_experts import (
     own_type,
 )
 
-__all__ = ["ACTIVATIONS", "HostDispatcher", "complete_device_module", "compute"]
-
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
 

@@ -21,8 +21,6 @@ from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.engines.common.weights import ExpertWeights
 
-__all__ = ["Flow", "PrefillTokens", "balance_dispatch", "own_prefill_tokens"]
-
 _PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 

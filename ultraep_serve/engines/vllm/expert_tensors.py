@@ -26,15 +26,6 @@ from ultraep_serve.engines.vllm.megakernel import adapter_of, reads_only
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
-__all__ = [
-    "expert_parameters",
-    "fit_shared_values",
-    "is_as_in_checkpoint",
-    "other_kernel",
-    "shared_values",
-    "with_own_scales",
-]
-
 _PARTS = ("a1", "a2", "w1", "w2")  # of a kernel's configuration
 
 # By the type of a kernel's weights, as its configuration names it: --moe-backend values whose

@@ -19,8 +19,6 @@ from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.types import TokenView
 
-__all__ = ["BalancedStage", "Flow"]
-
 Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | None]
 
 
