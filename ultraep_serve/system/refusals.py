@@ -15,7 +15,7 @@ from pathlib import Path
 from ultraep_serve.errors import FabricError, UltraEPError
 from ultraep_serve.system.environment import claim_first_process, first_process
 from ultraep_serve.system.files import open_regular
-from ultraep_serve.system.logs import say
+from ultraep_serve.system.terminal import say
 from ultraep_serve.system.topology import is_process_alive
 
 _MAX_BYTES = 1 << 16

@@ -22,8 +22,7 @@ from ultraep_serve.balance.agreement import (
     unanimous,
     wait_for_all,
 )
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
-from ultraep_serve.balance.make_backend import make_backend
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.loaded import (
