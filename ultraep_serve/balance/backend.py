@@ -120,6 +120,11 @@ class LayerSlots:
         return cls(tensors, np.array(chunks, dtype=np.int64).reshape(-1, 4))
 
 
+def is_capturing(ids: torch.Tensor) -> bool:
+    """Whether what is launched now for ``ids`` goes into a CUDA graph instead of being run."""
+    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def marking_failure(call: Call) -> Call:
     """Have an error that ``call`` of a balancer raises mark this rank as failed for the sidecar."""
 
@@ -138,8 +143,10 @@ class LayerBalancer(Protocol):
     """What balances every layer, by four calls in the order in which they stand here.
 
     All ranks must call ``route`` in the same order. Micro-batches may overlap, each with its four
-    calls.
+    calls, on GPUs alone.
     """
+
+    _fabric: Any
 
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
@@ -167,15 +174,18 @@ class LayerBalancer(Protocol):
         it: where that is known later, the device has stopped.
         """
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether others may be waited for where no process is looked at; any thread may ask."""
+    def forget(self) -> None:
+        """Have all ranks copy anew what layers need: experts of this one may have changed."""
 
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
+        self._fabric.wait_at_least(0)
+        self.forget()  # what was tried out was no traffic
 
-    def forget(self) -> None:
-        """Have all ranks copy anew what layers need: experts of this one may have changed."""
+    @property
+    def is_waiting(self) -> bool:
+        """Whether others may be waited for where no process is looked at; any thread may ask."""
+        return False
 
 
 class Backend(ABC):

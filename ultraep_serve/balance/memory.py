@@ -33,10 +33,7 @@ class Driver(Protocol):
     device: torch.device
     kind: HandleKind  # the kind of all handles that are created
     granularity: int  # bytes
-
-    @property
-    def uuid(self) -> str:
-        """The device's UUID, the same in every process."""
+    uuid: str = ""  # the device's, the same in every process
 
     def require_peer(self, uuid: str, rank: int) -> None:
         """Raise UnsupportedError unless this device reaches the memory of ``rank``'s.

@@ -17,7 +17,7 @@ from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
-from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.backend import is_capturing
 from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.engines.common.weights import ExpertWeights
 
