@@ -191,6 +191,8 @@ class LayerBalancer(Protocol):
 class Backend(ABC):
     """Makes a balancer. Its methods are called in the order in which they stand here."""
 
+    fabric: Any  # once connected
+
     def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
         self.setup, self._pool = setup, pool
         self.layers: list[LayerSlots] = []

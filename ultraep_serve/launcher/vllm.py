@@ -85,7 +85,8 @@ def _check(parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) 
         return
     check_plugin("vllm")
     check_experts(parsed.model, "vLLM", config, ranks.in_stage)
-    _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+    if problem := wrong_ranks(ranks.in_stage, parsed.enable_expert_parallel):
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
     if config.on_unsupported == "error":
         if problem := unmet(parsed, _CONFLICTS):
             raise UnsupportedError(problem, otherwise=POLICY_OFF)
@@ -131,19 +132,19 @@ def count_micro_batches(parsed: argparse.Namespace) -> int:
     return 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)
 
 
-def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
+def wrong_ranks(num_ranks: int, expert_parallel: bool) -> str | None:
+    """Why there is nothing to balance, in flags and in vLLM's configuration alike."""
     if num_ranks < 2:
-        raise UnsupportedError(
-            "there is nothing to balance on one rank; add --tensor-parallel-size 2 or "
-            "--data-parallel-size 2 (or more)",
-            otherwise=POLICY_OFF,
+        return (
+            "there is nothing to balance on one rank; add --enable-expert-parallel with "
+            "--tensor-parallel-size or --data-parallel-size of 2 or more"
         )
     if not expert_parallel:
-        raise UnsupportedError(
-            "without --enable-expert-parallel every rank computes a part of every expert and "
-            "there is nothing to balance; add the flag",
-            otherwise=POLICY_OFF,
+        return (
+            "every rank computes a part of every expert, which leaves nothing to balance; add "
+            "--enable-expert-parallel"
         )
+    return None
 
 
 # What the adapter refuses of vLLM's configuration and layers, by the flags that lead to it.
