@@ -43,7 +43,7 @@ from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.recorder import Recorder, RingSettings
+from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState, SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import CheckResult
@@ -165,15 +165,16 @@ class BalancedLayers:
 
     def _create_recorder(self, undo: ExitStack) -> Recorder:
         setup, own = self._setup, self._own
-        settings = RingSettings(
+        recorder = Recorder.create(
+            self._files.path,
+            setup.location,
+            setup.shape,
+            own.pipeline,
             num_layers=self.num_layers,
             engine=own.engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
             timeout_seconds=setup.config.timeout_seconds,
-        )
-        recorder = Recorder.create(
-            self._files.path, setup.location, setup.shape, settings, own.pipeline
         )
         recorder.set_policy(setup.config.policy)  # until a batch says otherwise
         undo.callback(recorder.path.unlink, missing_ok=True)
