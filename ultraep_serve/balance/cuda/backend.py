@@ -37,6 +37,8 @@ _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where read
 class DeviceBackend(Backend):
     """Of ranks with a GPU each, found in the run directory, between hosts through the engine."""
 
+    fabric: DeviceFabric
+
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
         per_layer = setup.config.slot_memory == "per_layer"
         chunk_bytes = min(setup.chunk_bytes, MOST_CHUNK_BYTES)

@@ -29,6 +29,8 @@ _EXCHANGES = 20
 class HostBackend(Backend):
     """Of ranks that find each other in the run directory."""
 
+    fabric: HostFabric
+
     def __init__(self, setup: GroupSetup) -> None:
         per_layer = setup.config.slot_memory == "per_layer"
         slots = setup.shape.num_replica_slots
