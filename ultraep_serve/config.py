@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
@@ -220,9 +220,11 @@ class BalanceConfig(Settings):
             raise ConfigError(f"{name} must be a JSON object of settings, not {given!r}")
         config = cls(**given)
         if environment is not None and environment != config:
+            fields = cls.model_fields
+            differs = next(n for n in fields if getattr(config, n) != getattr(environment, n))
             raise ConfigError(
-                f"{name} and the variable {CONFIG_VARIABLE} say different things about "
-                f"{_first_difference(config, environment)}; use one of them"
+                f"{name} and the variable {CONFIG_VARIABLE} say different things about {differs}; "
+                "use one of them"
             )
         return config
 
@@ -258,8 +260,3 @@ def given_settings(
         )
     except ConfigError as error:
         raise error if path is None else ConfigError(f"{error} (of flags and {path})") from None
-
-
-def _first_difference(one: BaseModel, other: BaseModel) -> str:
-    names = type(one).model_fields
-    return next(name for name in names if getattr(one, name) != getattr(other, name))

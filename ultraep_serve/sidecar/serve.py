@@ -50,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = Path(arguments.run_dir) if arguments.run_dir else find_run()
     _, settings = given_settings(arguments, "")
     _limit_heaps()
-    set_up_logging()
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
     parent = arguments.parent
     if parent is None:
         serve(run_dir, settings, control_token(run_dir))
@@ -186,12 +187,6 @@ def control_token(run_dir: Path) -> str:
         return token if files.publish(files.token, token.encode()) else read_token(files.token)
     except OutputError as error:
         raise ConfigError(str(error)) from error
-
-
-def set_up_logging() -> None:
-    """Log to standard error."""
-    form = "%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

@@ -21,13 +21,6 @@ from ultraep_serve.system.topology import is_process_alive
 _MAX_BYTES = 1 << 16
 
 
-class _AtExit:
-    """Lives as long as the process."""
-
-
-_at_exit = _AtExit()
-
-
 def repeat_at_exit() -> None:
     """Have the process that was started first say that reason when it ends.
 
@@ -36,7 +29,7 @@ def repeat_at_exit() -> None:
     """
     claim_first_process()
     if first_process() == os.getpid():
-        weakref.finalize(_at_exit, repeat_now)
+        weakref.finalize(repeat_now, repeat_now)  # which lives as long as the process
         _remove_stale_reasons()
 
 

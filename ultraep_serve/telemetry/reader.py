@@ -63,7 +63,8 @@ class RingReader:
         header = self.header()
         if (header.shape, header.capacity) != self._sizes or header.written < self._read_up_to:
             raise RingError(f"{self._path.name} was changed by another writer; restart the engine")
-        first = max(self._read_up_to, header.written - self._readable(header))
+        most = min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
+        first = max(self._read_up_to, header.written - most)
         records, damaged = self._intact(first + 1, header.written)
         missed = first - self._read_up_to + damaged
         self._read_up_to = header.written
@@ -95,9 +96,6 @@ class RingReader:
             f"{self._path.name} was {damage}: its server has ended, or serves on unseen until it "
             "is restarted"
         )
-
-    def _readable(self, header: RingHeader) -> int:
-        return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
 
     def _read(self, size: int, offset: int) -> bytes:
         if self._file is None:

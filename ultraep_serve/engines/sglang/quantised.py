@@ -57,8 +57,8 @@ def wrong_kernel(layer: FusedMoE) -> str | None:
 
 def shared_values(layer: FusedMoE) -> SharedValues:
     """What ``layer`` computes with that belongs to no single expert."""
-    remedy = "a checkpoint with dynamic activation scales"
-    return SharedValues.of(layer.layer_name, _shared_values(layer), remedy)
+    values = _shared_values(layer)
+    return SharedValues.of(layer.layer_name, values, "a checkpoint with dynamic activation scales")
 
 
 def _owner(layer: FusedMoE) -> Any:
