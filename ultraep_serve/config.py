@@ -24,8 +24,8 @@ from ultraep_serve.types import Policy, parse_speeds
 # server + rank, SGLang: server + 1, + 13, + 233 and after); servers side by side often lie hundreds
 # apart.
 SIDECAR_DISTANCE = 700
-# For slots of each layer's own where nobody chose them: of a rank's memory; and ranks on GPUs, where
-# one warp looks for copies beside those that stay.
+# For slots of each layer's own where nobody chose them: of a rank's memory; and ranks on GPUs,
+# where one warp looks for copies beside those that stay.
 MOST_SLOT_PERCENT, MOST_RANKS_ON_GPUS = 6, 16
 _VLLM_PORT = 8000
 _LAST_PORT = 65535

@@ -143,11 +143,11 @@ class DeviceBalancer(LayerBalancer):
         self, part: MicroBatch, layer: int, ids: torch.Tensor, physical: torch.Tensor
     ) -> None:
         """Plan the layer, write ``physical`` ids, and send experts where a plan is followed."""
-        row, chunks, patience = part.row, self._chunks[layer], self._fabric.patience_ns
+        row, chunks = part.row, self._chunks[layer]
         assert row is not None, "nothing has been counted"
         planned = ids, physical, part.count, row.outcome, self._states[layer]
         if self._expected.copies_nothing(layer, row.micro_batch):
-            part.plan.and_copy(*planned, chunks, patience)
+            part.plan(*planned, (chunks, self._fabric.patience_ns))
             row.lap(Stage.PLAN)
         else:
             part.plan(*planned)
