@@ -130,10 +130,10 @@ def launches_of(case: Case) -> list[Launch]:
         count(ids, PATIENCE_NS)
         plan(ids, ids, count, outcome)
         # expected to be left alone
-        plan.and_copy(ids, ids, count, outcome, None, chunks, PATIENCE_NS)
+        plan(ids, ids, count, outcome, None, (chunks, PATIENCE_NS))
         if case.keeps:
             keeper(ids, ids, count, outcome, state)
-            keeper.and_copy(ids, ids, count, outcome, state, chunks, PATIENCE_NS)
+            keeper(ids, ids, count, outcome, state, (chunks, PATIENCE_NS))
         stream.send(chunks)
         stream.receive(chunks, PATIENCE_NS)
         Identity(experts, masters, slots)(ids, ids)

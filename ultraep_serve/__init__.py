@@ -4,6 +4,4 @@ Read ``balance.host.balancer`` first: its ``route`` method is the whole data flo
 stage. What predicts and measures is in the package ``ultraep_lab``.
 """
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"

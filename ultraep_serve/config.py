@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
@@ -20,20 +20,13 @@ from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.system.versions import NewerEngine
 from ultraep_serve.types import Policy, parse_speeds
 
-__all__ = [
-    "MOST_SLOT_PERCENT",
-    "SIDECAR_DISTANCE",
-    "BalanceConfig",
-    "SidecarSettings",
-    "add_file_flag",
-    "given_settings",
-]
-
 # From a server's port to its sidecar's. Engines give ports just above the server's to ranks (vLLM:
 # server + rank, SGLang: server + 1, + 13, + 233 and after); servers side by side often lie hundreds
 # apart.
 SIDECAR_DISTANCE = 700
-MOST_SLOT_PERCENT = 6  # of a rank's memory, for slots of each layer's own where nobody chose them
+# For slots of each layer's own where nobody chose them: of a rank's memory; and ranks on GPUs,
+# where one warp looks for copies beside those that stay.
+MOST_SLOT_PERCENT, MOST_RANKS_ON_GPUS = 6, 16
 _VLLM_PORT = 8000
 _LAST_PORT = 65535
 
@@ -152,7 +145,8 @@ class BalanceConfig(Settings):
         default="auto",
         description="per_layer: each layer has slots of its own, where copies stay and later "
         "batches are spared them; shared: all layers have the same; auto: per_layer where that "
-        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory, on GPUs up to 16 ranks",
+        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory, on GPUs up to "
+        f"{MOST_RANKS_ON_GPUS} ranks",
     )
     domain_size: int = Field(
         default=0,
@@ -229,9 +223,11 @@ class BalanceConfig(Settings):
             raise ConfigError(f"{name} must be a JSON object of settings, not {given!r}")
         config = cls(**given)
         if environment is not None and environment != config:
+            fields = cls.model_fields
+            differs = next(n for n in fields if getattr(config, n) != getattr(environment, n))
             raise ConfigError(
-                f"{name} and the variable {CONFIG_VARIABLE} say different things about "
-                f"{_first_difference(config, environment)}; use one of them"
+                f"{name} and the variable {CONFIG_VARIABLE} say different things about {differs}; "
+                "use one of them"
             )
         return config
 
@@ -267,8 +263,3 @@ def given_settings(
         )
     except ConfigError as error:
         raise error if path is None else ConfigError(f"{error} (of flags and {path})") from None
-
-
-def _first_difference(one: BaseModel, other: BaseModel) -> str:
-    names = type(one).model_fields
-    return next(name for name in names if getattr(one, name) != getattr(other, name))

@@ -20,25 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ultraep_serve.types import CheckResult
 
-__all__ = [
-    "MORE_SHARED_MEMORY",
-    "POLICY_OFF",
-    "SERVE_UNBALANCED",
-    "TRY_NEWER",
-    "ConfigError",
-    "ControlError",
-    "DeviceError",
-    "FabricError",
-    "NoServerError",
-    "OutputError",
-    "PeerTimeoutError",
-    "RingError",
-    "SelfCheckError",
-    "SharedMemoryError",
-    "UltraEPError",
-    "UnsupportedError",
-]
-
 # Remedies; the first two always work: once an engine is being started, and before.
 SERVE_UNBALANCED = "set on_unsupported to off to serve without balancing"
 POLICY_OFF = "serve with --policy off"

@@ -11,44 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "AVERAGE_SHIFT",
-    "CHECKSUM",
-    "DOUBT",
-    "EQUAL_PARTS",
-    "FLAG_BYTES",
-    "FORGET",
-    "FULL_SPEED",
-    "GOLDEN_DENOMINATOR",
-    "GOLDEN_NUMERATOR",
-    "HEADER_WIDTH",
-    "LATER_BATCHES",
-    "LEAST_PARTS",
-    "MAX_RELAYS",
-    "MIN_FAN_OUT_SAVED",
-    "MIN_RELAYED_REPLICAS",
-    "MOST_NEW_COPIES",
-    "POLICY",
-    "PROGRESS_SHIFT",
-    "SOON_BATCHES",
-    "SPEED_PARTS",
-    "SPLIT_SWEEPS",
-    "STEP_SWEEPS",
-    "TIME",
-    "TURN",
-    "UNKNOWN",
-    "Choice",
-    "Decision",
-    "IntArray",
-    "Outcome",
-    "Plan",
-    "Policy",
-    "Prices",
-    "Search",
-    "Stage",
-    "search_of",
-]
-
 IntArray = NDArray[np.int32]
 
 

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["TENSOR_FACTOR", "expert_bytes", "expert_words"]
-
 TENSOR_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64; between checksums of tensors
 
 

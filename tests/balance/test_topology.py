@@ -13,7 +13,7 @@ from ultraep_serve.balance import agreement
 from ultraep_serve.balance.agreement import find_location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.system.topology import Location, domain_of, locate
+from ultraep_serve.system.topology import Location, locate
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
 
@@ -73,9 +73,8 @@ def find_with_another_version(rank: int, run_path: Path, config: BalanceConfig) 
 def test_ranks_find_their_hosts(run_path: Path, host_size: int) -> None:
     config = BalanceConfig(slots=0)
     found = run_ranks(find, 4, run_path, host_size, config)
-    assert [location.host for location in found] == [
-        domain_of(rank, 4, host_size) for rank in range(4)
-    ]
+    firsts = [rank // host_size * host_size for rank in range(4)]
+    assert [found[rank].host for rank in range(4)] == [range(f, f + host_size) for f in firsts]
     assert len({location.first_host for location in found}) == 1
     assert found[0].first_host
     assert [location.rank for location in found] == list(range(4))

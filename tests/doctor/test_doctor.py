@@ -190,12 +190,34 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("seen", "ranks", "micro_batches", "is_own"),
+    [
+        ("", 4, 1, True),  # by the host's memory
+        ("", 4, 2, False),
+        ("580.10, H200, 143771 MiB\n" * 2, 4, 1, True),
+        ("580.10, H200, 143771 MiB\n580.10, small, 100 MiB", 4, 1, False),
+        ("580.10, H200, 143771 MiB", 32, 1, False),
+    ],
+)
+def test_layers_have_slots_of_their_own_where_ranks_will_find_memory_for_them(
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    seen: str,
+    ranks: int,
+    micro_batches: int,
+    is_own: bool,
+) -> None:
+    monkeypatch.setattr(gpus, "nvidia_smi", lambda: seen)
+    monkeypatch.setattr("ultraep_serve.doctor.memory.total_memory", lambda: 4 * GIB)
+    subject = Subject(model=model, ranks=RankCount(ranks, 2, 1, 2), micro_batches=micro_batches)
+    (found,) = check_memory(subject, 4 * GIB)
+    assert ("slots of each layer's own 16.0 MiB" in found.seen) is is_own
+
+
 def test_weights_and_slots_are_weighed_against_memory(model: str) -> None:
     assert checkpoint_bytes(model) == (104 << 20, 3 << 20, 4 << 20)
     half = Subject(model=model, ranks=RankCount(4, 2, 1, 2), micro_batches=2)
-    (found,) = check_memory(half, 4 * GIB)
-    assert "slots of each layer's own 32.0 MiB" in found.seen
-    half = replace(half, config=BalanceConfig(slot_memory="shared"))
     (found,) = check_memory(half, 4 * GIB)
     assert found.seen == "weights 52.0 MiB and slots 24.0 MiB on this host, 4.0 GiB available"
     assert statuses(check_memory(half, 2 * GIB)) == [Status.WARNING]

@@ -102,8 +102,9 @@ REFUSED: list[tuple[str, object, str]] = [
     ("expert_distribution_recorder_mode", "stat_approx", "use stat"),
     ("disaggregation_mode", "decode", "runs on other servers"),
     ("dllm_algorithm", "LowConfidence", "drop it"),
-    ("ep_size", 1, "there is nothing to balance on one rank"),
+    ("ep_size", 1, "ranks share parts of every expert; choose the same for both"),
     ("tp_size", 6, "choose the same for both"),
+    ("tp_size", 1, "there is nothing to balance on one rank"),
 ]
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.ring_files import create
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.launcher.sidecar import start_beside_rank
+from ultraep_serve.engines.common.run import start_beside_rank
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import recorder as recorders
 from ultraep_serve.telemetry import run_directory

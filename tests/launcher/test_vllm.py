@@ -12,7 +12,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher import engine, vllm
 from ultraep_serve.launcher.engine import EngineCommand, read_flags
 from ultraep_serve.launcher.vllm import count_ranks
-from ultraep_serve.system import gpu_packages
+from ultraep_serve.system import versions
 from ultraep_serve.types import Policy
 
 QUOTA, OFF = BalanceConfig(), BalanceConfig(policy=Policy.OFF)
@@ -22,7 +22,7 @@ TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 @pytest.fixture(autouse=True)
 def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "run_reader", run_reader)
-    monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [])
+    monkeypatch.setattr(versions, "unfit_packages", lambda _: [])
 
 
 @pytest.fixture
@@ -125,11 +125,11 @@ def test_a_gpu_server_that_cannot_start_is_refused_and_told_of_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm, "_is_cpu_build", lambda: False)
-    unfit = gpu_packages.Unfit("nccl", "NCCL is old", "pip install nccl", False)
-    monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [unfit])
+    unfit = versions.Unfit("nccl", "NCCL is old", "pip install nccl", False)
+    monkeypatch.setattr(versions, "unfit_packages", lambda _: [unfit])
     assert engine_command("org/model", TWO_RANKS, QUOTA).said == ["NCCL is old; pip install nccl"]
     unfit = unfit._replace(stops=True)
-    monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [unfit])
+    monkeypatch.setattr(versions, "unfit_packages", lambda _: [unfit])
     with pytest.raises(ConfigError, match="NCCL is old; pip install nccl"):
         engine_command("org/model", TWO_RANKS, QUOTA)
     engine_command("org/model", TWO_RANKS, OFF)

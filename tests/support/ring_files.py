@@ -9,7 +9,7 @@ from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.telemetry.recorder import Recorder, RingSettings
+from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=20, num_replica_slots=2)
@@ -23,7 +23,7 @@ def create(
     pipeline: PipelineStage = ONLY_STAGE,
     **changes: Any,
 ) -> Recorder:
-    """The ring of one rank in ``run_path``; ``changes`` are fields of ``RingSettings``."""
+    """The ring of one rank in ``run_path``; ``changes`` are what ``Recorder.create`` takes."""
     settings: dict[str, Any] = {
         "num_layers": 3,
         "ring_records": 16,
@@ -33,7 +33,7 @@ def create(
         "timeout_seconds": 30.0,
     }
     place = location or Location.on_one_host(rank, shape.num_ranks)
-    return Recorder.create(run_path, place, shape, RingSettings(**(settings | changes)), pipeline)
+    return Recorder.create(run_path, place, shape, pipeline, **(settings | changes))
 
 
 def write(recorder: Recorder, batch: int, layer: Any = 0, **changes: Any) -> None:

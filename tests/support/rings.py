@@ -20,7 +20,7 @@ from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.telemetry.recorder import Recorder, RingSettings
+from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
@@ -72,14 +72,18 @@ class SyntheticRun:
         config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
         (run_path / "config.json").write_text(config.to_json())
         slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
-        settings = RingSettings(num_layers, "vllm", "data", slot_bytes, 60.0, ring_records)
         self.recorders = [
             Recorder.create(
                 run_path,
                 Location.on_one_host(rank, shape.num_ranks),
                 shape,
-                settings,
                 pipeline,
+                num_layers=num_layers,
+                engine="vllm",
+                mode="data",
+                slot_bytes=slot_bytes,
+                timeout_seconds=60.0,
+                ring_records=ring_records,
             )
             for rank in range(shape.num_ranks)
         ]

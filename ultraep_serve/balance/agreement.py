@@ -28,8 +28,6 @@ from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["SharedValues", "find_location", "require_agreement", "unanimous", "wait_for_all"]
-
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
 
 

@@ -18,9 +18,10 @@ from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
 from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.costs.calibration import Probes, agreed_costs
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import ConfigError, UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError, UnsupportedError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
@@ -30,16 +31,6 @@ from ultraep_serve.types import ExpertShape, TokenView, parse_speeds
 if TYPE_CHECKING:
     from ultraep_serve.balance.slots import SlotPool
     from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
-
-__all__ = [
-    "Backend",
-    "GroupSetup",
-    "LayerBalancer",
-    "LayerSlots",
-    "fixed_speeds",
-    "marking_failure",
-    "row_width",
-]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -129,6 +120,11 @@ class LayerSlots:
         return cls(tensors, np.array(chunks, dtype=np.int64).reshape(-1, 4))
 
 
+def is_capturing(ids: torch.Tensor) -> bool:
+    """Whether what is launched now for ``ids`` goes into a CUDA graph instead of being run."""
+    return ids.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def marking_failure(call: Call) -> Call:
     """Have an error that ``call`` of a balancer raises mark this rank as failed for the sidecar."""
 
@@ -147,8 +143,10 @@ class LayerBalancer(Protocol):
     """What balances every layer, by four calls in the order in which they stand here.
 
     All ranks must call ``route`` in the same order. Micro-batches may overlap, each with its four
-    calls.
+    calls, on GPUs alone.
     """
+
+    _fabric: Any
 
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
@@ -176,19 +174,24 @@ class LayerBalancer(Protocol):
         it: where that is known later, the device has stopped.
         """
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether others may be waited for where no process is looked at; any thread may ask."""
+    def forget(self) -> None:
+        """Have all ranks copy anew what layers need: experts of this one may have changed."""
 
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
+        self._fabric.wait_at_least(0)
+        self.forget()  # what was tried out was no traffic
 
-    def forget(self) -> None:
-        """Have all ranks copy anew what layers need: experts of this one may have changed."""
+    @property
+    def is_waiting(self) -> bool:
+        """Whether others may be waited for where no process is looked at; any thread may ask."""
+        return False
 
 
 class Backend(ABC):
     """Makes a balancer. Its methods are called in the order in which they stand here."""
+
+    fabric: Any  # once connected
 
     def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
         self.setup, self._pool = setup, pool
@@ -251,3 +254,26 @@ class Backend(ABC):
 
         ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """
+
+
+def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
+    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
+    location = setup.location
+    if device.type == "cpu":
+        if location.spans_hosts:
+            raise UnsupportedError(
+                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
+                f"reach; use at most the {location.host_size} ranks of a host"
+            )
+        from ultraep_serve.balance.host.backend import HostBackend
+
+        return HostBackend(setup)
+    if device.type != "cuda":
+        raise UnsupportedError(f"experts on {device} cannot be balanced")
+    # Only here: needs Triton, which a host without a GPU may do without.
+    from ultraep_serve.balance.cuda.backend import DeviceBackend
+    from ultraep_serve.balance.cuda.driver import open_driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
+    return DeviceBackend(setup, open_driver(index, kind))

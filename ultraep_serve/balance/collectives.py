@@ -15,8 +15,6 @@ from torch.distributed.distributed_c10d import Store
 
 from ultraep_serve.errors import PeerTimeoutError
 
-__all__ = ["DeviceAllGather", "EngineGroup", "HostAllGather"]
-
 # torch 2.13 calls it by another name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

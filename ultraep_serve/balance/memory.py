@@ -12,16 +12,6 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-__all__ = [
-    "Allocation",
-    "Driver",
-    "HandleKind",
-    "MappedMemory",
-    "Shareable",
-    "create",
-    "round_up",
-]
-
 Shareable: TypeAlias = int | bytes  # a file descriptor, or the 64 bytes of a fabric handle
 
 
@@ -36,6 +26,7 @@ class Driver(Protocol):
     """Memory of one device, or of the host.
 
     Addresses and sizes are bytes, sizes multiples of ``granularity``.
+    What returns here is not called for on the host.
     Every call raises ConfigError when memory is short, UnsupportedError for what this device or
     its set-up does not offer, DeviceError otherwise; on a GPU all name the CUDA error.
     """
@@ -43,16 +34,14 @@ class Driver(Protocol):
     device: torch.device
     kind: HandleKind  # the kind of all handles that are created
     granularity: int  # bytes
-
-    @property
-    def uuid(self) -> str:
-        """The device's UUID, the same in every process."""
+    uuid: str = ""  # the device's, the same in every process
 
     def require_peer(self, uuid: str, rank: int) -> None:
         """Raise UnsupportedError unless this device reaches the memory of ``rank``'s.
 
         One that this process does not see cannot be asked about, and is taken to be within reach.
         """
+        return
 
     def reserve(self, size: int) -> int:
         """Address of a range with nothing behind it, a multiple of the granularity."""
@@ -74,6 +63,7 @@ class Driver(Protocol):
 
     def allow(self, address: int, size: int) -> None:
         """Let this device read and write a mapped range."""
+        return
 
     def share(self, handle: int) -> Shareable:
         """What another process imports; a descriptor must be closed by whoever holds it."""
@@ -86,9 +76,11 @@ class Driver(Protocol):
 
     def synchronize(self) -> None:
         """Return when the device has done all it was told."""
+        return
 
     def reclaim(self) -> None:
         """Hand memory that torch keeps for later back to the device, after ``synchronize``."""
+        return
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from collections import deque
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 
-__all__ = ["OwnTime"]
-
 _BATCHES = 41  # looked back on, of which the one in this place, by time, is published
 _PLACE = 10
 _CLEARLY = 16  # a difference of more than this part of what is published

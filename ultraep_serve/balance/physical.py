@@ -5,8 +5,6 @@ import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 
-__all__ = ["forced_ids", "identity_table", "master_ids"]
-
 
 def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> NDArray[np.int32]:
     """Physical id of each expert's master, (E + 1,) int32; the last entry serves padding (-1).

@@ -11,8 +11,6 @@ from ultraep_serve.telemetry.record import LayerRecord, rank_loads
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Outcome, TokenView
 
-__all__ = ["Records"]
-
 logger = logging.getLogger(__name__)
 
 Integers = NDArray[np.integer]

@@ -22,15 +22,6 @@ from ultraep_serve.errors import FabricError, PeerTimeoutError, UltraEPError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = [
-    "GatherRendezvous",
-    "Handshake",
-    "Rendezvous",
-    "SocketRendezvous",
-    "map_domain",
-    "of_group",
-]
-
 _HEADER = struct.Struct("!iqi")  # rank, bytes of the layout, descriptors
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _DESCRIPTORS_PER_MESSAGE = 200  # the kernel takes at most 253

@@ -22,8 +22,6 @@ from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.memory import Allocation, Driver, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["ALIGNMENT", "SlotPool"]
-
 ALIGNMENT = 128  # bytes, of a tensor's start; TMA asks for 16, and for 128 in shared memory
 _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 
@@ -148,9 +146,8 @@ class SlotPool:
         window = self.driver.tensor(address, size)
         alias = window.view(masters.dtype).as_strided(shape, layout.strides)
         alias[: layout.num_masters].copy_(masters)
-        window[
-            layout.master_bytes :
-        ].zero_()  # Linux puts a page on the node of who writes it first
+        # Linux puts a page on the node of who writes it first
+        window[layout.master_bytes :].zero_()
         return alias, offset
 
     def _is_packed(self, layout: _TensorLayout) -> bool:
@@ -160,7 +157,10 @@ class SlotPool:
 
     def _alias(self, index: int, layout: _TensorLayout) -> tuple[int, int]:
         """Map the pool behind masters; return their address and slot 0's offset in the pool."""
-        region, offset = self._region(index, layout.expert_bytes)
+        key = index, layout.expert_bytes, self._num_layers if self._per_layer else 0
+        if key not in self._shared:
+            self._shared[key] = self._grow(self.num_slots * layout.expert_bytes)
+        region, offset = self._shared[key]
         with ExitStack() as undo:
             front = create(self.driver, layout.master_bytes, undo, is_shared=False)
             self._extra_bytes += front.size
@@ -168,12 +168,6 @@ class SlotPool:
             undo.callback(mapped.close)
             self._undo.callback(undo.pop_all().close)
         return mapped.address + front.size - layout.master_bytes, offset
-
-    def _region(self, index: int, expert_bytes: int) -> tuple[Allocation, int]:
-        key = (index, expert_bytes, self._num_layers if self._per_layer else 0)
-        if key not in self._shared:
-            self._shared[key] = self._grow(self.num_slots * expert_bytes)
-        return self._shared[key]
 
     def _pack(self, index: int, layout: _TensorLayout) -> tuple[int, int]:
         """Put masters and slots side by side; return the masters' address and slot 0's offset."""

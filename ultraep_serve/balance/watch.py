@@ -20,17 +20,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import product
 
 from torch.distributed.distributed_c10d import Store
 
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.system.logs import say
+from ultraep_serve.system.terminal import say
 from ultraep_serve.system.topology import Location, PipelineStage, is_process_alive, process_state
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
-
-__all__ = ["WATCH_SECONDS", "HostBeats", "Watch"]
 
 WATCH_SECONDS = 3.0  # beyond the timeout, at most, in which a lost host is given up
 
@@ -75,33 +74,24 @@ class HostBeats:
                 store = None
 
 
+@dataclass(eq=False)
 class Watch:
     """What one rank knows of others; ``look`` is called at every heartbeat of its ring."""
 
-    def __init__(
-        self,
-        files: RunFiles,
-        recorder: Recorder,
-        seconds: float,
-        server: int,
-        beats: HostBeats | None = None,
-        neighbours: Mapping[int, int] | None = None,
-        is_waiting: Callable[[], bool] = lambda: True,
-        end: Callable[[int], object] = os._exit,
-    ) -> None:
-        """Give hosts up after ``seconds``, which may change.
+    files: RunFiles
+    recorder: Recorder
+    seconds: float  # after which hosts are given up, which may change
+    server: int  # the process without which this one ends, if it can be seen from here
+    beats: HostBeats | None = None  # None: there are no other hosts
+    # processes by rank, 0 where one cannot be seen, without which this one would wait for nothing
+    # while it is waiting
+    neighbours: Mapping[int, int] = field(default_factory=dict)
+    is_waiting: Callable[[], bool] = lambda: True
+    # ends this process: its main thread may hang where no exception reaches it
+    end: Callable[[int], object] = os._exit
 
-        ``server`` is the process without which this one ends, if it can be seen from here.
-        ``beats`` None: there are no other hosts. ``neighbours`` are processes by rank, 0 where one
-        cannot be seen, without which this one would wait for nothing while it ``is_waiting``.
-        ``end`` ends this process: its main thread may hang where no exception reaches it.
-        """
-        self.seconds = seconds
-        self._files, self._recorder, self._beats = files, recorder, beats
-        self._server = server if is_process_alive(server) else os.getpid()
-        self._is_waiting = is_waiting
-        self._neighbours = {r: own for r, own in (neighbours or {}).items() if own}
-        self._end = end
+    def __post_init__(self) -> None:
+        self._server = self.server if is_process_alive(self.server) else os.getpid()
         self._last: dict[tuple[int, int], str] = {}
         self._silence: dict[tuple[int, int], float] = {}
         self._looked, self._progress, self._is_over = time.monotonic(), 0, False
@@ -113,9 +103,9 @@ class Watch:
             return
         now = time.monotonic()
         step, self._looked = min(now - self._looked, _LONGEST_STEP), now
-        progresses = self._progress != self._recorder.progress
-        self._progress = self._recorder.progress
-        heard = dict(self._beats.heard) if self._beats is not None else {}
+        progresses = self._progress != self.recorder.progress
+        self._progress = self.recorder.progress
+        heard = dict(self.beats.heard) if self.beats is not None else {}
         for place, beat in heard.items():
             is_heard = progresses or beat != self._last.get(place)
             self._silence[place] = 0.0 if is_heard else self._silence[place] + step
@@ -130,12 +120,13 @@ class Watch:
         states = {process: process_state(process)[0] for process in (self._server, os.getppid())}
         stopped = [process for process, state in states.items() if state in "Tt"]
         said += [f"the engine's process {process} is stopped" for process in stopped]
-        dead = [rank for rank, own in self._neighbours.items() if not is_process_alive(own)]
-        dead = dead if dead and self._is_waiting() else []  # else it may have come to its end
+        own = {rank: process for rank, process in self.neighbours.items() if process}
+        dead = [rank for rank, process in own.items() if not is_process_alive(process)]
+        dead = dead if dead and self.is_waiting() else []  # else it may have come to its end
         said += [f"rank {rank} has died" for rank in dead]
         self._gone = self._gone + step if dead else 0.0
-        self._recorder.set_unheard("; ".join(said))
-        reason = self._files.lost_reason()
+        self.recorder.set_unheard("; ".join(said))
+        reason = self.files.lost_reason()
         if max(self._silence.values(), default=0.0) > self.seconds:
             reason = reason or f"{'; '.join(said)}; restart the engine on all hosts"
         if self._gone > _DEAD_SECONDS:  # where all are ending, this one has been ended by now
@@ -147,19 +138,19 @@ class Watch:
 
     def _give_up(self, reason: str, *, is_shared: bool = True) -> None:
         self._is_over = True
-        latest = threading.Timer(2 * _GRACE_SECONDS, self._end, (1,))  # a full log pipe may block
+        latest = threading.Timer(2 * _GRACE_SECONDS, self.end, (1,))  # a full log pipe may block
         latest.daemon = True
         latest.start()
         try:
             with contextlib.suppress(OSError, UltraEPError):  # no room for the file
                 if is_shared:
-                    self._files.give_up(reason)
-            self._recorder.set_unheard(reason)
+                    self.files.give_up(reason)
+            self.recorder.set_unheard(reason)
             say(f"ends: {reason}", is_error=True)
             time.sleep(_GRACE_SECONDS)
         finally:
             latest.cancel()
-            self._end(1)
+            self.end(1)
 
 
 def _ranks(numbers: range) -> str:

@@ -17,8 +17,6 @@ from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.system.terminal import printable
 from ultraep_serve.system.versions import installed_engines
 
-__all__ = ["Parser", "all_commands", "execute", "main"]
-
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
 _NO_READER = 141  # and of one whose output nobody reads, by SIGPIPE
 _OTHERS = "ultraep_serve.commands"  # entry points of mappings like the next

@@ -17,8 +17,6 @@ from ultraep_serve.system.settings import Settings
 from ultraep_serve.system.terminal import printable
 from ultraep_serve.types import Policy
 
-__all__ = ["add_arguments", "run"]
-
 SCHEMA_VERSION = 1
 _MARKS = {Status.OK: "✔", Status.WARNING: "!", Status.ERROR: "✘"}
 

@@ -9,11 +9,9 @@ from ultraep_serve.config import BalanceConfig, SidecarSettings, add_file_flag, 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher import engine, sglang, vllm
 from ultraep_serve.launcher.engine import EngineCommand
-from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
+from ultraep_serve.system.terminal import say
 from ultraep_serve.types import Policy
-
-__all__ = ["LAUNCHERS", "add_arguments", "checked_command", "read_flags", "run"]
 
 LAUNCHERS: dict[str, Any] = {"vllm": vllm, "sglang": sglang}  # by command
 

@@ -18,8 +18,6 @@ from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.system.terminal import printable
 
-__all__ = ["add_arguments", "run", "status_view"]
-
 _REFRESH_SECONDS = 1.0
 _BAR_CELLS = 24
 _MIB = 1 << 20

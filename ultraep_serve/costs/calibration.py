@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["LEAST_ROWS", "Probes", "agreed_costs", "fit", "probe_loads"]
-
 _LOGGER = logging.getLogger(__name__)
 LEAST_ROWS = 96  # of an expert, from which its kernel runs as in a prefill
 _ROWS_PER_MASTER = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS)

@@ -25,17 +25,6 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_text
 from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = [
-    "CostModel",
-    "IntegerCosts",
-    "Transfer",
-    "experts_moved",
-    "least_saved",
-    "saved_picoseconds",
-    "transfer_of",
-    "transfer_picoseconds",
-]
-
 _PICOSECONDS = 10**12  # per second
 _MOST = 1e18
 _MOST_SECONDS = 1000  # decisions are computed in 64 bits

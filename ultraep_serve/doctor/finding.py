@@ -6,8 +6,6 @@ from enum import Enum
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.launcher.engine import RankCount
 
-__all__ = ["Finding", "Status", "Subject", "error", "ok", "size", "warning"]
-
 _STEP = 1024
 _TWO_RANKS = RankCount(total=2, here=2, stages=1, in_stage_here=2)
 

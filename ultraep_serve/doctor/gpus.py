@@ -4,13 +4,11 @@ import shutil
 import subprocess
 
 from ultraep_serve.doctor.finding import Finding, error, ok, warning
-from ultraep_serve.system.gpu_packages import unfit_packages
-from ultraep_serve.system.versions import installed_version
-
-__all__ = ["check_gpus"]
+from ultraep_serve.system.versions import installed_version, unfit_packages
 
 _QUERY = ["--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
 _SECONDS = 20.0
+_SHIFTS = {"MiB": 20, "GiB": 30}
 
 
 def nvidia_smi() -> str:
@@ -25,6 +23,12 @@ def nvidia_smi() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def least_gpu_memory() -> int:
+    """Bytes of the GPU that has least; 0 where there is none."""
+    found = [line.rpartition(", ")[2].split() for line in nvidia_smi().splitlines()]
+    return min((int(number) << _SHIFTS[unit] for number, unit in found), default=0)
 
 
 def check_gpus() -> list[Finding]:

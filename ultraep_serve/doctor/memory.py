@@ -5,16 +5,15 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from ultraep_serve.config import MOST_SLOT_PERCENT
+from ultraep_serve.config import MOST_RANKS_ON_GPUS, MOST_SLOT_PERCENT
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
+from ultraep_serve.doctor.gpus import least_gpu_memory
 from ultraep_serve.errors import MORE_SHARED_MEMORY, ConfigError
 from ultraep_serve.launcher.engine import count_experts
 from ultraep_serve.system.machine import available_memory, total_memory
 from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RING_RECORDS
 from ultraep_serve.types import ExpertShape
-
-__all__ = ["check_memory", "check_shared_memory"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
@@ -84,9 +83,15 @@ def check_memory(subject: Subject, available: int | None = None) -> list[Finding
 
 def _is_per_layer(subject: Subject, expert_bytes: int) -> bool:
     """Whether each layer will have slots of its own; ``expert_bytes`` of one in every layer."""
-    wanted = subject.config.slot_memory
-    fits = expert_bytes * subject.slots_here <= total_memory() * MOST_SLOT_PERCENT // 100
-    return wanted == "per_layer" or (wanted == "auto" and fits)
+    config, ranks = subject.config, subject.ranks
+    if config.slot_memory != "auto":
+        return config.slot_memory == "per_layer"
+    on_gpu = least_gpu_memory()
+    memory = on_gpu or total_memory() // max(1, ranks.here)
+    slots = config.slots * subject.micro_batches
+    fits = expert_bytes * slots <= memory * MOST_SLOT_PERCENT // 100
+    is_quick = not on_gpu or ranks.in_stage <= MOST_RANKS_ON_GPUS
+    return fits and is_quick
 
 
 def checkpoint_bytes(model: str) -> tuple[int, int, int]:

@@ -18,8 +18,6 @@ from ultraep_serve.system.topology import locate
 from ultraep_serve.telemetry.run_directory import find_run, process_of_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["check_flags", "check_hosts", "check_model", "check_server"]
-
 _CHANNELS = Path("/dev/nvidia-caps-imex-channels")  # by which GPUs share memory between hosts
 _SECONDS = 30.0  # SGLang says after 20 s that nothing came of the prompt that its /health sends
 

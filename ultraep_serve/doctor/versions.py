@@ -15,8 +15,6 @@ from ultraep_serve.system.versions import (
     installed_version,
 )
 
-__all__ = ["check_versions"]
-
 
 def check_versions(subject: Subject) -> list[Finding]:
     """What this package runs on; version and entry point of every engine."""

@@ -6,8 +6,6 @@ Engines bind each rank to a NUMA node of its own, and refuse to start where ther
 import os
 from pathlib import Path
 
-__all__ = ["cores_of_ranks"]
-
 _SYSTEM = Path("/sys/devices/system")
 
 

@@ -16,25 +16,6 @@ from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.guard import PLUGIN, left_out
 from ultraep_serve.system.files import parse_object, read_object
 
-__all__ = [
-    "NO_LORA",
-    "PLUGIN_GROUPS",
-    "EngineCommand",
-    "RankCount",
-    "Requirement",
-    "allocator",
-    "check_cpu_experts",
-    "check_experts",
-    "check_model",
-    "check_plugin",
-    "count_experts",
-    "experts_of",
-    "rank_count",
-    "read_flags",
-    "require_large_batches",
-    "unmet",
-]
-
 PLUGIN_GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}  # entry points
 NO_LORA = "LoRA on experts is not there yet; drop --enable-lora"
 

@@ -13,8 +13,6 @@ import warnings
 
 from ultraep_serve.system.environment import engine_variable
 
-__all__ = ["PLUGIN", "SETTING", "check", "left_out", "setting_on_command_line"]
-
 PLUGIN = "ultraep_serve"  # its name among an engine's plugins
 SETTING = "ultraep"  # its name in vLLM's --additional-config
 _FILTERS = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}

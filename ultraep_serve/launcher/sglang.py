@@ -5,6 +5,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
@@ -24,18 +25,8 @@ from ultraep_serve.launcher.engine import (
     unmet,
 )
 from ultraep_serve.system.environment import child_environment
-from ultraep_serve.system.gpu_packages import require_fit_packages
+from ultraep_serve.system.versions import require_fit_packages
 from ultraep_serve.types import Policy
-
-__all__ = [
-    "ANYWHERE",
-    "DEFAULT_PORT",
-    "MISSING",
-    "ON_CPU",
-    "count_micro_batches",
-    "count_ranks",
-    "engine_command",
-]
 
 DEFAULT_PORT = 30000
 MISSING = (
@@ -84,7 +75,8 @@ def _check(parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> N
         return
     check_plugin("sglang")
     check_experts(parsed.model, "SGLang", config, count_ranks(parsed).total)
-    _check_parallelism(parsed)
+    if problem := wrong_sizes(parsed):
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
     lora = ("lora_paths", None, f"{NO_LORA} and --lora-paths")
     problem = unmet(parsed, [*ANYWHERE, *(ON_CPU if on_cpu else ()), lora])
     if config.on_unsupported == "error":
@@ -105,17 +97,19 @@ def count_micro_batches(parsed: argparse.Namespace) -> int:
     return 1
 
 
-def _check_parallelism(parsed: argparse.Namespace) -> None:
-    if parsed.tp_size < 2:
-        problem = "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
-    elif parsed.moe_a2a_backend == "none" and parsed.ep_size != parsed.tp_size:
-        problem = (
-            f"with --ep-size {parsed.ep_size} below --tp-size {parsed.tp_size} ranks share parts "
+def wrong_sizes(settings: Any) -> str | None:
+    """Why there is nothing to balance, in flags and in SGLang's settings alike.
+
+    Where dispatch has a backend SGLang takes as many ranks as there are tensor-parallel ones.
+    """
+    if settings.tp_size < 2:
+        return "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
+    if settings.moe_a2a_backend == "none" and settings.ep_size != settings.tp_size:
+        return (
+            f"with --ep-size {settings.ep_size} and --tp-size {settings.tp_size} ranks share parts "
             "of every expert; choose the same for both"
         )
-    else:
-        return  # with another backend SGLang takes as many ranks as there are tensor-parallel ones
-    raise UnsupportedError(problem, otherwise=POLICY_OFF)
+    return None
 
 
 # Of SGLang's settings, as flags give them and as it resolves them, wherever it computes.

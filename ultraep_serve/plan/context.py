@@ -13,8 +13,6 @@ from ultraep_kernels.host.speeds import full_speeds
 
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["PlanContext"]
-
 Integers = NDArray[np.integer]
 
 

@@ -4,8 +4,6 @@ import numpy as np
 
 from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = ["copies_of", "master_copies"]
-
 
 def master_copies(shape: ExpertShape) -> IntArray:
     """Every expert on its master and nowhere else, (E, R)."""

@@ -9,8 +9,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.residents import Residents
 from ultraep_serve.types import ExpertShape, Plan
 
-__all__ = ["identity_plan", "plan_quota", "warm_up"]
-
 
 def plan_quota(loads: NDArray[np.integer], context: PlanContext, source_rank: int) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank.
@@ -19,14 +17,9 @@ def plan_quota(loads: NDArray[np.integer], context: PlanContext, source_rank: in
     rank, then the replicas. Times within 1/512 of each other count as equal, so a layer that is
     balanced to that degree keeps every expert on its master.
 
-    Args:
-        loads: integers (R, E), assignments; row r is what rank r's own tokens chose.
-        context: sizes, domains and speeds.
-        source_rank: rank whose ``share`` is wanted.
-
-    Raises:
-        ValueError: ``loads`` is negative, too large or of another shape, or there is no such
-            rank.
+    Row r of ``loads`` (R, E) is what rank r's own tokens chose; the ``share`` is that of
+    ``source_rank``. Raises ValueError where ``loads`` are negative, too large or of another shape,
+    or there is no such rank.
     """
     counts, slots = _checked(loads, context.shape, source_rank), context.shape.num_replica_slots
     return kernel.plan(counts, slots, source_rank, context.domain_size, context.speeds)

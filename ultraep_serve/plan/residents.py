@@ -12,8 +12,6 @@ from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape, Plan
 
-__all__ = ["Residents", "prices_of"]
-
 _MOST = 1 << 40  # assignments of a batch are far fewer
 
 

@@ -7,8 +7,6 @@ import torch
 
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["AnswerCheck", "Answers", "largest_difference", "using_copies"]
-
 # Largest difference of two answers, in parts of a token's largest value: sums are taken in another
 # order.
 _BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3}

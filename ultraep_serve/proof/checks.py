@@ -6,12 +6,14 @@ that say whether something is wrong are bool ().
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from ultraep_serve.types import Decision, ExpertShape, TokenView
 
-__all__ = ["Found", "LayerChecks"]
+# tensors (N, ...), which of N experts are wanted: int32 -> their checksums (N,) int64
+Checksums: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,7 @@ class LayerChecks:
     shape: ExpertShape
     rank: int
     view: TokenView
-    # tensors (N, ...), which of N experts are wanted: int32 -> their checksums (N,) int64
-    checksums: Callable[[Sequence[torch.Tensor], torch.Tensor], torch.Tensor]
+    checksums: Checksums
 
     def ids_are_wrong(
         self, logical: torch.Tensor, physical: torch.Tensor, found: Found

@@ -39,14 +39,12 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.proof.checks import Found, LayerChecks
+from ultraep_serve.proof.checks import Found
 from ultraep_serve.proof.samples import Sample, Sampled, Samples
 from ultraep_serve.proof.start import Stages
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import IntArray, Plan, VerificationCheck
-
-__all__ = ["DeviceSamples", "samples_of", "stages_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +106,6 @@ def stages_of(backend: DeviceBackend) -> Stages:
     )
 
 
-def samples_of(
-    backend: DeviceBackend, sampled: Sampled, recorder: Recorder, policies: ControlPage | None
-) -> "DeviceSamples":
-    """What the balancer of ``backend`` calls; ``policies`` is rank 0's, which switches off."""
-    return DeviceSamples(backend.setup, backend.fabric, sampled, recorder, policies)
-
-
 @dataclass
 class _Checked:
     """A sampled layer until its verdicts are read."""
@@ -140,10 +131,10 @@ class DeviceSamples(Samples, LayerSamples):
         recorder: Recorder,
         policies: ControlPage | None,
     ) -> None:
-        super().__init__(setup, sampled, recorder)
+        """``policies`` is rank 0's, which switches off."""
+        super().__init__(setup, sampled, recorder, checksums)
         self._fabric, self._policies = fabric, policies
         self._device = fabric.status.device
-        self._checks = LayerChecks(setup.shape, fabric.rank, setup.view, checksums)
         self._routed: dict[int, _Checked] = {}  # by micro-batch; the layer is not launched yet
         self._untold: dict[int, _Checked] = {}
         self._sent: deque[_Checked] = deque()
@@ -151,8 +142,8 @@ class DeviceSamples(Samples, LayerSamples):
         pages = range(_MOST_SENT)
         self._pages = [host_words(size[0] * size[1], self._device).view(size) for _ in pages]
         none = torch.zeros(setup.shape.num_local, dtype=torch.int32, device=self._device)
-        for parameters in sampled.parameters:  # the kernel is compiled
-            checksums([parameter.data for parameter in parameters], none)
+        for layer in range(len(sampled.parameters)):  # the kernel is compiled
+            checksums(self._tensors(layer), none)
 
     def routed(
         self,
@@ -193,7 +184,7 @@ class DeviceSamples(Samples, LayerSamples):
         if checked is None:
             return failed
         layer, found = checked.sample.layer, checked.found
-        tensors = [parameter.data for parameter in self._sampled.parameters[layer]]
+        tensors = self._tensors(layer)
         with self._timed(checked):
             checked.told = self._checks.told(tensors, found)
             checked.held = self._checks.sum_of_slots(tensors, found)

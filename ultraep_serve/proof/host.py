@@ -28,14 +28,12 @@ from ultraep_serve.balance.host.balancer import LayerSamples
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.proof.checks import Found, LayerChecks
+from ultraep_serve.proof.checks import Found
 from ultraep_serve.proof.samples import Sample, Sampled, Samples
 from ultraep_serve.proof.start import Stages
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, IntArray, Plan, VerificationCheck
-
-__all__ = ["HostSamples", "samples_of", "stages_of"]
 
 
 def stages_of(backend: HostBackend) -> Stages:
@@ -70,22 +68,19 @@ def stages_of(backend: HostBackend) -> Stages:
     )
 
 
-def samples_of(
-    backend: HostBackend, sampled: Sampled, recorder: Recorder, _policies: ControlPage | None
-) -> "HostSamples":
-    """What the balancer of ``backend`` calls; the balancer itself switches off in doubt."""
-    return HostSamples(backend.setup, backend.fabric, sampled, recorder)
-
-
 class HostSamples(Samples, LayerSamples):
     """Checks one layer of so many; all ranks make and call it alike."""
 
     def __init__(
-        self, setup: GroupSetup, fabric: HostFabric, sampled: Sampled, recorder: Recorder
+        self,
+        setup: GroupSetup,
+        fabric: HostFabric,
+        sampled: Sampled,
+        recorder: Recorder,
+        _policies: ControlPage | None,  # which the balancer itself switches off in doubt
     ) -> None:
-        super().__init__(setup, sampled, recorder)
+        super().__init__(setup, sampled, recorder, checksums)
         self._fabric = fabric
-        self._checks = LayerChecks(setup.shape, fabric.rank, setup.view, checksums)
         self._sample: Sample | None = None  # of the layer that is routed
         self._found: Found | None = None  # that all ranks have agreed on
         self._expected = 0  # checksum of this rank's filled slots
@@ -103,7 +98,7 @@ class HostSamples(Samples, LayerSamples):
             return True
         with self._timed(VerificationCheck.PLANS):
             self._found = found = _found(self._setup, decision, plan, loads)
-            told = self._checks.told(self._tensors(), found)
+            told = self._checks.told(self._tensors(layer), found)
             rows = torch.from_numpy(self._fabric.gathered(told.numpy()))
             self._expected = int(self._checks.expected(rows))
             is_wrong = bool(self._checks.plans_are_wrong(rows))
@@ -146,16 +141,10 @@ class HostSamples(Samples, LayerSamples):
         self._raise(VerificationCheck.ASSIGNMENTS, layer)
 
     def _check_slots(self, sample: Sample, found: Found) -> None:
-        held = int(self._checks.sum_of_slots(self._tensors(), found))
+        held = int(self._checks.sum_of_slots(self._tensors(sample.layer), found))
         if held != self._expected:
-            self._raise(
-                VerificationCheck.SLOTS, sample.layer, slot_expert=found.slot_expert.tolist()
-            )
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """What the engine reads the layer's experts from."""
-        assert self._sample is not None, "only sampled layers are checked"
-        return [tensor.data for tensor in self._sampled.parameters[self._sample.layer]]
+            slots = found.slot_expert.tolist()
+            self._raise(VerificationCheck.SLOTS, sample.layer, slot_expert=slots)
 
     @contextmanager
     def _timed(self, check: VerificationCheck) -> Iterator[None]:

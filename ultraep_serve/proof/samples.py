@@ -18,11 +18,10 @@ import torch
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.proof.answers import AnswerCheck, Answers
+from ultraep_serve.proof.checks import Checksums, LayerChecks
 from ultraep_serve.system.files import write_whole
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import VerificationCheck
-
-__all__ = ["Sample", "SampleTurns", "Sampled", "Samples"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +71,11 @@ class SampleTurns:
 class Samples:
     """What samples are made of on host and device, and what a failed check leaves."""
 
-    def __init__(self, setup: GroupSetup, sampled: Sampled, recorder: Recorder) -> None:
+    def __init__(
+        self, setup: GroupSetup, sampled: Sampled, recorder: Recorder, checksums: Checksums
+    ) -> None:
         self._setup, self._sampled, self._recorder = setup, sampled, recorder
+        self._checks = LayerChecks(setup.shape, setup.location.rank, setup.view, checksums)
         shape, answers = setup.shape, sampled.answers
         layers = len(sampled.parameters) * shape.num_micro_batches
         self._turns = SampleTurns(setup.config.verify_every, layers)
@@ -82,6 +84,10 @@ class Samples:
             copies = min(shape.num_logical_experts, shape.num_ranks * shape.num_slots)
             self._answers = AnswerCheck(shape, answers, copies)
         self.is_in_doubt = False  # something was found that the others do not know yet
+
+    def _tensors(self, layer: int) -> list[torch.Tensor]:
+        """What the engine reads the layer's experts from."""
+        return [parameter.data for parameter in self._sampled.parameters[layer]]
 
     def _raise(self, check: VerificationCheck, layer: int, **seen: Any) -> None:
         """``check`` failed in ``layer``: count it, log it, and write the report.

@@ -3,8 +3,6 @@
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
 
-__all__ = ["why_never_balanced"]
-
 
 def why_never_balanced(setup: GroupSetup, costs: CostModel, largest_batch: int | None) -> str:
     """What keeps every layer at home, whatever its load, and what to do; empty: nothing does.

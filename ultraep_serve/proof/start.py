@@ -29,8 +29,6 @@ from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.proof.answers import AnswerCheck, Answers, largest_difference
 from ultraep_serve.types import CheckResult, IntArray
 
-__all__ = ["Stages", "reroute_reference", "run_self_check"]
-
 _LOADS = 32
 _TOKENS = 256  # of a rank
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -125,14 +123,16 @@ class _SelfCheck:
         rank, shape = self._stages.rank, self._shape
         for number in range(_LOADS):
             context, ids = _made_up_load(self._context, number)
-            loads = np.stack([_load(own, shape.num_logical_experts) for own in ids])
+            experts = shape.num_logical_experts
+            loads = np.stack([np.bincount(own[own >= 0], minlength=experts) for own in ids])
             counted = self._stages.count(ids[rank])
             _require(np.array_equal(counted, loads[rank]), "assignments are counted wrong")
             try:
                 plan, physical = self._stages.route(loads, context, rank, ids[rank])
                 twins = [plan_quota(loads, context, source) for source in range(len(ids))]
-                is_same = map(np.array_equal, _arrays(plan), _arrays(twins[rank]))
-                _require(all(is_same), "a plan is another one than its twin")
+                for part in ("slot_expert", "quota", "share"):
+                    is_same = np.array_equal(getattr(plan, part), getattr(twins[rank], part))
+                    _require(is_same, "a plan is another one than its twin")
                 shares = np.stack([twin.share for twin in twins])
                 check_plan(loads, context, plan.slot_expert, plan.quota, shares)
             except ValueError as broken:
@@ -243,14 +243,6 @@ def _made_up_load(context: PlanContext, number: int) -> tuple[PlanContext, list[
     ids[rng.random(size) < (0.9 if number % 5 == 3 else 0.1)] = -1
     made = PlanContext.of(shape, context.domain_size, speeds if number % 2 else None)
     return made, list(map(torch.from_numpy, ids))
-
-
-def _load(ids: torch.Tensor, num_experts: int) -> NDArray[np.int64]:
-    return np.bincount(ids[ids >= 0].numpy(), minlength=num_experts)
-
-
-def _arrays(plan: Plan) -> tuple[IntArray, ...]:
-    return plan.slot_expert, plan.quota, plan.share
 
 
 def _first_and_last(layers: Sequence[LayerSlots]) -> list[int]:

@@ -12,8 +12,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["MAX_BODY_BYTES", "Guard", "TimedHeads", "server_settings"]
-
 MAX_BODY_BYTES = 64 << 10
 _GUARDED = "/v1/control"
 _HEAD_BYTES = 16 << 10

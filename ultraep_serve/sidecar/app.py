@@ -20,8 +20,6 @@ from ultraep_serve.sidecar.store import NoRunError, Run, RunStore
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["StateLog", "create_app"]
-
 _LOGGER = logging.getLogger("ultraep_serve.sidecar")
 _POLL_SECONDS = 0.5
 _MAX_THREADS = 8

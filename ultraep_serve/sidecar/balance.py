@@ -26,8 +26,6 @@ from ultraep_serve.sidecar.window import Rows, considered
 from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["BalanceSnapshot", "summarise"]
-
 _STEP_SECONDS = 5  # of the history
 
 

@@ -6,17 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve.types import Policy
 
-__all__ = [
-    "Answer",
-    "ConfigAnswer",
-    "Document",
-    "NoBalance",
-    "PolicyAnswer",
-    "PolicyRequest",
-    "RankState",
-    "Readiness",
-]
-
 
 class Answer(BaseModel):
     """Base of all that the HTTP interface returns."""

@@ -21,18 +21,6 @@ from ultraep_serve.sidecar.documents import Answer
 from ultraep_serve.sidecar.window import Rows
 from ultraep_serve.types import Decision, Stage
 
-__all__ = [
-    "ImbalanceSnapshot",
-    "RankAssignments",
-    "Spread",
-    "WindowFigures",
-    "decision_names",
-    "mean_floor",
-    "rank_speeds",
-    "seconds_by_stage",
-    "spent_seconds",
-]
-
 _OWN_STAGES = [Stage.COUNT, Stage.PLAN, Stage.REPLICATE, Stage.REROUTE, Stage.WAIT]
 
 

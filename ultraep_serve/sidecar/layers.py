@@ -17,17 +17,6 @@ from ultraep_serve.sidecar.store import Held
 from ultraep_serve.sidecar.window import Rows, considered
 from ultraep_serve.types import Decision, Policy
 
-__all__ = [
-    "BatchList",
-    "BatchSnapshot",
-    "LayerDetail",
-    "LayerSnapshot",
-    "batch_list",
-    "layer_detail",
-    "newest_batch",
-    "of_layers",
-]
-
 
 class LayerSnapshot(WindowFigures):
     """One MoE layer over the window."""

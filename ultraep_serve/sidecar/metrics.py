@@ -31,8 +31,6 @@ from ultraep_serve.sidecar.window import BOUNDS, Totals, considered
 from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision, Stage
 
-__all__ = ["StoreCollector"]
-
 _Samples = Iterable[tuple[tuple[object, ...], float]]  # values of labels, and the value
 
 
@@ -200,30 +198,21 @@ def _of_host(headers: Sequence[RingHeader], totals: Totals) -> Iterator[Metric]:
     )
 
 
-def _of_ranks(ranks: Sequence[RankView]) -> Iterator[Metric]:
-    def by_rank(name: str) -> _Samples:
-        values = ((view.state.rank, getattr(view.state, name)) for view in ranks)
-        return [((rank,), value) for rank, value in values if value is not None]
+_OF_A_RANK = {  # fields of ``RankState``
+    "alive": (_gauge, "rank_up", "1 while the rank is alive."),
+    "heartbeat_age_seconds": (_gauge, "", "Time since the rank's last heartbeat."),
+    "last_batch_age_seconds": (
+        _gauge, "", "Time since the rank's last batch; absent before the first."
+    ),
+    "lost": (_counter, "records_lost", "Records that the rank could not write."),
+    "missed": (
+        _counter, "records_missed", "Records overwritten or damaged before the sidecar read them."
+    ),
+}  # fmt: skip
 
-    yield _gauge("rank_up", "1 while the rank is alive.", by_rank("alive"), "rank")
-    yield _gauge(
-        "heartbeat_age_seconds",
-        "Time since the rank's last heartbeat.",
-        by_rank("heartbeat_age_seconds"),
-        "rank",
-    )
-    yield _gauge(
-        "last_batch_age_seconds",
-        "Time since the rank's last batch; absent before the first.",
-        by_rank("last_batch_age_seconds"),
-        "rank",
-    )
-    yield _counter(
-        "records_lost", "Records that the rank could not write.", by_rank("lost"), "rank"
-    )
-    yield _counter(
-        "records_missed",
-        "Records overwritten or damaged before the sidecar read them.",
-        by_rank("missed"),
-        "rank",
-    )
+
+def _of_ranks(ranks: Sequence[RankView]) -> Iterator[Metric]:
+    for field, (family, name, text) in _OF_A_RANK.items():
+        values = ((view.state.rank, getattr(view.state, field)) for view in ranks)
+        known = [((rank,), value) for rank, value in values if value is not None]
+        yield family(name or field, text, known, "rank")

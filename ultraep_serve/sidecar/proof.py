@@ -7,14 +7,6 @@ from ultraep_serve.sidecar.documents import Answer
 from ultraep_serve.telemetry.ring import RingHeader, SelfCheck, SelfCheckOutcome
 from ultraep_serve.types import Policy, VerificationCheck
 
-__all__ = [
-    "SelfCheckSnapshot",
-    "VerificationSnapshot",
-    "self_check_of",
-    "switched_off",
-    "verification_of",
-]
-
 
 class SelfCheckPart(Answer):
     """One check of the self-check."""

@@ -30,8 +30,6 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["balance_routes", "control_routes", "state_routes"]
-
 _MAX_NUMBER = (1 << 63) - 1
 
 SinceNs = Annotated[

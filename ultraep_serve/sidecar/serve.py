@@ -27,8 +27,6 @@ from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
-
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
 _LEAVE_SECONDS = 600.0  # for other ranks to be gone after the parent
@@ -52,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = Path(arguments.run_dir) if arguments.run_dir else find_run()
     _, settings = given_settings(arguments, "")
     _limit_heaps()
-    set_up_logging()
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
     parent = arguments.parent
     if parent is None:
         serve(run_dir, settings, control_token(run_dir))
@@ -188,12 +187,6 @@ def control_token(run_dir: Path) -> str:
         return token if files.publish(files.token, token.encode()) else read_token(files.token)
     except OutputError as error:
         raise ConfigError(str(error)) from error
-
-
-def set_up_logging() -> None:
-    """Log to standard error."""
-    form = "%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

@@ -19,8 +19,6 @@ from ultraep_serve.sidecar.documents import NoBalance, Readiness
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.run_directory import find_run
 
-__all__ = ["ServerStatus", "status", "status_reader"]
-
 _TIMEOUT_SECONDS = 10.0
 _MOST_BYTES = 64 << 20
 _WRONG = "is this the address of a sidecar of this version?"

@@ -21,8 +21,6 @@ from ultraep_serve.telemetry.ring import RingHeader, RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["Held", "NoRunError", "RankView", "Run", "RunStore"]
-
 _NO_RING = "no ring can be read; is the engine running?"
 
 

@@ -16,17 +16,6 @@ from ultraep_serve.telemetry.record import RecordArray, record_dtype
 from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision, Policy, Stage
 
-__all__ = [
-    "BOUNDS",
-    "IMBALANCES",
-    "WINDOW_SECONDS",
-    "Rows",
-    "StageWindow",
-    "Totals",
-    "considered",
-    "imbalances",
-]
-
 WINDOW_SECONDS = 900
 _MAX_BYTES = 64 << 20  # of the rows of a pipeline stage
 IMBALANCES = ("before", "after", "time_before", "time_after")

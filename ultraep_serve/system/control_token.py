@@ -5,8 +5,6 @@ from pathlib import Path
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_private
 
-__all__ = ["checked_token", "read_token"]
-
 _MAX_BYTES = 4096
 
 

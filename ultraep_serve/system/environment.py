@@ -11,20 +11,6 @@ from pathlib import Path
 
 from ultraep_serve.system.control_token import checked_token
 
-__all__ = [
-    "CONFIG_VARIABLE",
-    "TOKEN_VARIABLE",
-    "child_environment",
-    "claim_first_process",
-    "config_text",
-    "control_token_from_environment",
-    "engine_variable",
-    "first_process",
-    "keep_config",
-    "set_engine_variable",
-    "share_with_ray_workers",
-]
-
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
 TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"
 _RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's own

@@ -13,20 +13,6 @@ from typing import Any
 
 from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
-__all__ = [
-    "SharedFile",
-    "errors_naming",
-    "named_once",
-    "open_own_directory",
-    "open_regular",
-    "parse_object",
-    "read_object",
-    "read_private",
-    "read_text",
-    "replacement",
-    "write_whole",
-]
-
 _MOST_TEXT = 64 << 20  # bytes; a text of prompts is the largest
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["listener", "listening_addresses", "listening_processes"]
-
 _PROC = Path("/proc")
 _LISTENING = "0A"
 

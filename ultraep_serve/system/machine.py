@@ -8,15 +8,6 @@ from pathlib import Path, PurePosixPath
 
 from ultraep_serve.system.listeners import listener
 
-__all__ = [
-    "address_of",
-    "available_memory",
-    "has_amx",
-    "is_here",
-    "total_memory",
-    "why_not_listen",
-]
-
 _CPUS = Path("/proc/cpuinfo")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_CONTROL_GROUP = Path("/proc/self/cgroup")

@@ -15,19 +15,10 @@ from pathlib import Path
 from ultraep_serve.errors import FabricError, UltraEPError
 from ultraep_serve.system.environment import claim_first_process, first_process
 from ultraep_serve.system.files import open_regular
-from ultraep_serve.system.logs import say
+from ultraep_serve.system.terminal import say
 from ultraep_serve.system.topology import is_process_alive
 
-__all__ = ["is_refused", "repeat_at_exit", "repeat_now", "repeated_at_exit"]
-
 _MAX_BYTES = 1 << 16
-
-
-class _AtExit:
-    """Lives as long as the process."""
-
-
-_at_exit = _AtExit()
 
 
 def repeat_at_exit() -> None:
@@ -38,7 +29,7 @@ def repeat_at_exit() -> None:
     """
     claim_first_process()
     if first_process() == os.getpid():
-        weakref.finalize(_at_exit, repeat_now)
+        weakref.finalize(repeat_now, repeat_now)  # which lives as long as the process
         _remove_stale_reasons()
 
 

@@ -17,8 +17,6 @@ from pydantic.fields import FieldInfo
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import named_once, parse_object, read_text
 
-__all__ = ["Settings", "choices_of", "flag_of", "range_of", "read_settings"]
-
 Self = TypeVar("Self", bound="Settings")
 _NO_FLAG = {"flag": False}
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}

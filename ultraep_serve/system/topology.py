@@ -16,19 +16,6 @@ from typing import NamedTuple
 
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = [
-    "ONLY_STAGE",
-    "Location",
-    "PipelineStage",
-    "domain_of",
-    "domains_fit",
-    "host_identity",
-    "is_process_alive",
-    "locate",
-    "process_namespace",
-    "process_state",
-]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SELF = Path("/proc/self")
 
@@ -62,12 +49,17 @@ class Location:
     @property
     def host(self) -> range:
         """The ranks of this rank's host."""
-        return domain_of(self.rank, self.num_ranks, self.host_size)
+        return self._among(self.host_size)
 
     @property
     def domain(self) -> range:
         """The ranks of this rank's domain."""
-        return domain_of(self.rank, self.num_ranks, self.domain_size)
+        return self._among(self.domain_size)
+
+    def _among(self, size: int) -> range:
+        """So many ranks, from a multiple of that on, this one among them."""
+        first = self.rank // size * size
+        return range(first, min(first + size, self.num_ranks))
 
     @property
     def spans_hosts(self) -> bool:
@@ -83,16 +75,6 @@ class Location:
     def is_host_primary(self) -> bool:
         """Whether this is the first rank of its host."""
         return self.rank == self.host.start
-
-
-def domain_of(rank: int, num_ranks: int, domain_size: int | None = None) -> range:
-    """Ranks that reach each other's memory, ``rank`` among them; None is all in one domain.
-
-    Domains are contiguous and begin at multiples of ``domain_size``; the last may be smaller.
-    """
-    size = domain_size or num_ranks
-    first = rank // size * size
-    return range(first, min(first + size, num_ranks))
 
 
 def host_identity(shared: Path) -> int:

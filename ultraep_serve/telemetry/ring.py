@@ -10,34 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from ultraep_serve.errors import RingError
 from ultraep_serve.system.topology import Location, domains_fit, is_process_alive, process_namespace
-from ultraep_serve.telemetry.record import padded, record_dtype
+from ultraep_serve.telemetry.record import padded, record_dtype, stored_types
 from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, Stage, VerificationCheck
-
-__all__ = [
-    "ALIVE_SECONDS",
-    "HEADER_BYTES",
-    "HEADER_DTYPE",
-    "MAGIC",
-    "MAX_CAPACITY",
-    "MAX_EXPERTS",
-    "MAX_RANKS",
-    "RING_RECORDS",
-    "RING_VERSION",
-    "SELF_CHECK_BYTES",
-    "UNHEARD_BYTES",
-    "RingHeader",
-    "RingState",
-    "SelfCheck",
-    "SelfCheckOutcome",
-    "header_page",
-    "parse_header",
-]
 
 RING_VERSION = 12
 MAGIC = b"UEPRING\x01"
@@ -111,106 +91,77 @@ class SelfCheck:
             return None
 
 
-# 8-byte fields come first, so that every counter is aligned and stored in one piece.
-_BY_DECISION = ("<u8", (len(Decision),))
-_BY_CHECK = ("<u8", (len(VerificationCheck),))
-_HEADER_FIELDS: list[Any] = [
-    ("magic", "S8"),
-    ("written", "<u8"),  # records ever written
-    ("lost", "<u8"),  # records that could not be written
-    ("heartbeat_ns", "<u8"),  # CLOCK_MONOTONIC
-    ("last_batch_ns", "<u8"),  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
-    ("started_ns", "<u8"),  # wall clock
-    ("state", "<u8"),  # RingState
-    ("policy", "<u8"),  # Policy.code now in force
-    ("batches", "<u8"),  # batches seen, planned or not
-    ("recorded_batches", *_BY_DECISION),  # batches that have records
-    ("skipped_batches", *_BY_DECISION),  # batches skipped as a whole, without records
-    ("layers", *_BY_DECISION),  # layers of both kinds of batches
-    ("bytes_sent", "<u8"),
-    ("bytes_received", "<u8"),
-    ("replicas", "<u8"),
-    ("copied", "<u8"),
-    ("stage_ns", "<u8", (len(Stage),)),
-    ("verified_layers", *_BY_CHECK),  # layers of batches that were checked
-    ("verification_failures", *_BY_CHECK),
-    ("verification_ns", "<u8"),  # that the checks took in the path of batches
-    ("slot_bytes_reserved", "<u8"),
-    ("pid", "<u8"),
-    ("process_namespace", "<u8"),  # in which pid means that process
-    ("timeout_seconds", "<f8"),
-    ("schema_version", "<u4"),
-    ("header_bytes", "<u4"),
-    ("record_bytes", "<u4"),
-    ("capacity", "<u4"),
-    ("rank", "<u4"),
-    ("num_ranks", "<u4"),
-    ("host_size", "<u4"),  # ranks of each host, contiguous; divides num_ranks
-    ("domain_size", "<u4"),  # ranks that weights move between
-    ("num_logical_experts", "<u4"),
-    ("num_replica_slots", "<u4"),
-    ("num_layers", "<u4"),  # of the rank's pipeline stage
-    ("pipeline_stage", "<u4"),
-    ("num_pipeline_stages", "<u4"),
-    ("engine", "S32"),
-    ("mode", "S16"),
-    ("first_host", "S64"),  # name of the host that holds rank 0
-    ("unheard", f"S{UNHEARD_BYTES}"),  # which ranks and hosts this one does not hear
-    ("self_check", f"S{SELF_CHECK_BYTES}"),  # a ``SelfCheck`` in JSON; empty until it has ended
-]
-
-
-HEADER_DTYPE = padded(_HEADER_FIELDS, HEADER_BYTES)
+_Count = Annotated[int, "<u8"]
+_Small = Annotated[int, "<u4"]
+_ByDecision = Annotated[tuple[int, ...], "<u8", len(Decision)]
+_ByCheck = Annotated[tuple[int, ...], "<u8", len(VerificationCheck)]
 
 
 @dataclass(frozen=True)
 class RingHeader:
-    """A ring's header at one moment; counters are since this ring was created."""
+    """A ring's header at one moment; counters are since this ring was created.
 
-    shape: ExpertShape
-    location: Location
-    num_layers: int  # of its pipeline stage
-    pipeline_stage: int
-    num_pipeline_stages: int
-    capacity: int
-    record_bytes: int
-    pid: int
-    process_namespace: int
-    engine: str
-    mode: str
-    slot_bytes_reserved: int
-    timeout_seconds: float
-    started_ns: int  # wall clock
-    heartbeat_ns: int  # CLOCK_MONOTONIC
-    last_batch_ns: int  # CLOCK_MONOTONIC; 0: no batch yet
-    state: RingState
-    policy: Policy
-    written: int
-    lost: int
-    batches: int
-    recorded_batches: tuple[int, ...]  # by Decision
-    skipped_batches: tuple[int, ...]  # by Decision
-    layers: tuple[int, ...]  # by Decision
-    bytes_sent: int
-    bytes_received: int
-    replicas: int
-    copied: int
-    stage_ns: tuple[int, ...]  # by Stage
-    verified_layers: tuple[int, ...]  # by VerificationCheck
-    verification_failures: tuple[int, ...]  # by VerificationCheck
-    verification_ns: int  # that the checks took in the path of batches
-    unheard: str  # which ranks and hosts it does not hear; empty: all are
-    self_check: SelfCheck | None  # None: not ended yet
+    Each field is annotated with its type in the file, behind the magic word and in this order:
+    those of 8 bytes come first, so that every counter is aligned and stored in one piece.
+    """
+
+    written: _Count  # records ever written
+    lost: _Count  # records that could not be written
+    heartbeat_ns: _Count  # CLOCK_MONOTONIC
+    last_batch_ns: _Count  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
+    started_ns: _Count  # wall clock
+    state: Annotated[RingState, "<u8"]
+    policy: Annotated[Policy, "<u8"]  # now in force, by its code
+    batches: _Count  # batches seen, planned or not
+    recorded_batches: _ByDecision  # batches that have records
+    skipped_batches: _ByDecision  # batches skipped as a whole, without records
+    layers: _ByDecision  # layers of both kinds of batches
+    bytes_sent: _Count
+    bytes_received: _Count
+    replicas: _Count
+    copied: _Count
+    stage_ns: Annotated[tuple[int, ...], "<u8", len(Stage)]
+    verified_layers: _ByCheck  # layers of batches that were checked
+    verification_failures: _ByCheck
+    verification_ns: _Count  # that the checks took in the path of batches
+    slot_bytes_reserved: _Count
+    pid: _Count
+    process_namespace: _Count  # in which pid means that process
+    timeout_seconds: Annotated[float, "<f8"]
+    schema_version: _Small
+    header_bytes: _Small
+    record_bytes: _Small
+    capacity: _Small
+    rank: _Small  # in its group, which is all ranks of its pipeline stage
+    num_ranks: _Small
+    host_size: _Small  # ranks of each host, contiguous; divides num_ranks
+    domain_size: _Small  # ranks that weights move between
+    num_logical_experts: _Small
+    num_replica_slots: _Small
+    num_layers: _Small  # of the rank's pipeline stage
+    pipeline_stage: _Small
+    num_pipeline_stages: _Small
+    engine: Annotated[str, "S32"]
+    mode: Annotated[str, "S16"]
+    first_host: Annotated[str, "S64"]  # name of the host that holds rank 0
+    unheard: Annotated[str, f"S{UNHEARD_BYTES}"]  # ranks and hosts it does not hear; empty: none
+    # in JSON; None, which is empty, until it has ended
+    self_check: Annotated[SelfCheck | None, f"S{SELF_CHECK_BYTES}"]
 
     @property
-    def rank(self) -> int:
-        """The writer's rank in its group, which is all ranks of its pipeline stage."""
-        return self.location.rank
+    def shape(self) -> ExpertShape:
+        """Of its group."""
+        return ExpertShape(self.num_ranks, self.num_logical_experts, self.num_replica_slots)
+
+    @property
+    def location(self) -> Location:
+        """Where its writer stands."""
+        return Location(**{field.name: getattr(self, field.name) for field in fields(Location)})
 
     @property
     def number(self) -> int:
         """The writer's place among all ranks, stage by stage."""
-        return self.pipeline_stage * self.shape.num_ranks + self.rank
+        return self.pipeline_stage * self.num_ranks + self.rank
 
     def heartbeat_age_seconds(self, now_ns: int) -> float:
         """Seconds between the last heartbeat and ``now_ns`` (CLOCK_MONOTONIC)."""
@@ -234,6 +185,13 @@ class RingHeader:
         """Whether the writer's process is known to be gone; unknown across process namespaces."""
         known = self.process_namespace == process_namespace() != 0
         return known and not is_process_alive(self.pid)
+
+
+_TYPES = stored_types(RingHeader)
+HEADER_DTYPE = padded(
+    [("magic", "S8"), *((name, kind, tuple(size)) for name, (kind, *size) in _TYPES.items())],
+    HEADER_BYTES,
+)
 
 
 def header_page(shape: ExpertShape, location: Location, **others: Any) -> bytes:
@@ -266,12 +224,10 @@ def parse_header(page: bytes, name: str) -> RingHeader:
         )
     if field := _damaged(values):
         raise RingError(f"{name} is damaged: {field} = {values[field]}")
-    values["shape"] = _shape_of(values)
-    values["location"] = Location(**{field.name: values[field.name] for field in fields(Location)})
     values["state"] = RingState(values["state"])
     values["policy"] = list(Policy)[values["policy"]]
     values["self_check"] = SelfCheck.from_json(values["self_check"])
-    return RingHeader(**{field.name: values[field.name] for field in fields(RingHeader)})
+    return RingHeader(**{name: values[name] for name in _TYPES})
 
 
 def _plain(value: Any) -> Any:
@@ -305,14 +261,8 @@ def _damaged(values: Mapping[str, Any]) -> str:
         return "host_size"
     if not domains_fit(values["domain_size"], values["host_size"], values["num_ranks"]):
         return "domain_size"
-    if values["record_bytes"] != record_dtype(_shape_of(values)).itemsize:
+    sizes = ("num_ranks", "num_logical_experts", "num_replica_slots")
+    shape = ExpertShape(*(values[name] for name in sizes))
+    if values["record_bytes"] != record_dtype(shape).itemsize:
         return "record_bytes"
     return "" if math.isfinite(values["timeout_seconds"]) else "timeout_seconds"
-
-
-def _shape_of(values: Mapping[str, Any]) -> ExpertShape:
-    return ExpertShape(
-        num_ranks=values["num_ranks"],
-        num_logical_experts=values["num_logical_experts"],
-        num_replica_slots=values["num_replica_slots"],
-    )

@@ -26,17 +26,6 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = [
-    "SHARED_MEMORY",
-    "RunDirectory",
-    "find_run",
-    "name_of_run",
-    "process_of_run",
-    "remove_abandoned",
-    "remove_when_left",
-    "running_run_directories",
-]
-
 SHARED_MEMORY = Path("/dev/shm")
 _START = "start one with `ultraep-serve vllm MODEL` (or sglang)"
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds

@@ -14,8 +14,6 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.system.files import open_regular, write_whole
 
-__all__ = ["RunFiles"]
-
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
 _MAX_COSTS_BYTES = 4096

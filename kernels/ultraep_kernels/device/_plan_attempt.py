@@ -13,8 +13,6 @@ import triton.language as tl
 from ultraep_kernels.device._plan_times import busiest, capacities, time_of
 from ultraep_kernels.device.reroute import every_32nd
 
-__all__ = ["NOBODY", "at", "attempt", "count_replicas", "relax"]
-
 NOBODY = tl.constexpr(1 << 30)  # larger than any rank or expert
 _FITS = tl.constexpr((1 << 31) - 1)  # less any room, larger than any weighed one
 

@@ -8,28 +8,19 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.contract import CHECKSUM, FULL_SPEED, POLICY, UNKNOWN, Policy
-from ultraep_kernels.device._decisions import (
-    BALANCED,
-    FORCED,
-    INCONSISTENT,
-    PLANNED,
-    POLICY_OFF,
-    UNPROFITABLE,
-)
 from ultraep_kernels.device._plan_times import LONGEST, least_time, speeds_of, time_of
 from ultraep_kernels.device._signals import peek, put
 from ultraep_kernels.device.reroute import every_32nd
-from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
-
-__all__ = [
-    "NO_KEY",
-    "is_reached",
-    "rank_loads",
-    "saved_time",
-    "survey",
-    "take_best",
-    "take_winners",
-]
+from ultraep_kernels.device.status import (
+    BALANCED,
+    FORCED,
+    IMPOSSIBLE_LOADS,
+    INCONSISTENT,
+    PLANNED,
+    POLICY_OFF,
+    TIMEOUTS,
+    UNPROFITABLE,
+)
 
 NO_KEY = tl.constexpr((1 << 63) - 1)
 _QUOTA, _IDEAL = tl.constexpr(Policy.QUOTA.code), tl.constexpr(Policy.IDEAL.code)

@@ -9,13 +9,11 @@ One program writes what is in every slot, who sends it (``relays``) and what the
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._plan_residents import RESIDENTS
 from ultraep_kernels.device.outcome import SENT, store_outcome
 from ultraep_kernels.device.relays import assign_senders
 from ultraep_kernels.device.reroute import every_32nd, store_places
-
-__all__ = ["finish"]
+from ultraep_kernels.device.status import PLANNED
 
 
 @triton.jit

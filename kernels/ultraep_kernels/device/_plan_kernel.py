@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._plan_finish import finish
 from ultraep_kernels.device._plan_search import await_decision, search
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.reroute import assign_block
+from ultraep_kernels.device.status import PLANNED
 from ultraep_kernels.device.stream import Transfers, follow_program
-
-__all__ = ["COUNTERS", "plan_kernel"]
 
 COUNTERS = 16  # int32: turns, then arrivals; 1 to 5, 8 and 9 are the search's
 _COUNTERS = tl.constexpr(COUNTERS)

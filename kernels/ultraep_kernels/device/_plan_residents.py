@@ -24,26 +24,12 @@ from ultraep_kernels.contract import (
     TURN,
     Prices,
 )
-from ultraep_kernels.device._decisions import PLANNED, UNPROFITABLE
 from ultraep_kernels.device._plan_attempt import NOBODY, at, relax
 from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
 from ultraep_kernels.device._plan_times import FULL, busiest, least_time
 from ultraep_kernels.device._signals import put
 from ultraep_kernels.device.reroute import every_32nd
-
-__all__ = [
-    "RESIDENTS",
-    "Kept",
-    "compare_fresh",
-    "decide",
-    "forget_what_changed",
-    "grow",
-    "new_kept",
-    "new_states",
-    "speeds_in",
-    "split_again",
-    "split_residents",
-]
+from ultraep_kernels.device.status import PLANNED, UNPROFITABLE
 
 # words of a layer's state, int64: batches that were planned, how often ranks had experts
 # changed, the layer's number; then the slots (S, R), and the average load (E,)

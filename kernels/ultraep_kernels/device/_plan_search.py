@@ -12,7 +12,6 @@ the goal), the replicas sent by one rank, the replicas.
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
 from ultraep_kernels.device._plan_decide import NO_KEY, is_reached, survey, take_winners
 from ultraep_kernels.device._plan_residents import (
@@ -28,8 +27,7 @@ from ultraep_kernels.device._plan_times import FULL, busiest
 from ultraep_kernels.device._signals import peek
 from ultraep_kernels.device._turns import arrive, await_arrivals
 from ultraep_kernels.device.reroute import every_32nd
-
-__all__ = ["await_decision", "search"]
+from ultraep_kernels.device.status import PLANNED
 
 # arrivals, each a counter of the launch
 _SUMMED, _SURVEYED, _FIRST_WAVE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

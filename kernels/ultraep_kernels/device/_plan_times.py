@@ -10,8 +10,6 @@ import triton.language as tl
 
 from ultraep_kernels.contract import EQUAL_PARTS, FULL_SPEED, LEAST_PARTS, SPEED_PARTS, TIME
 
-__all__ = ["FULL", "LONGEST", "busiest", "capacities", "least_time", "speeds_of", "time_of"]
-
 LONGEST = tl.constexpr(1 << 28)  # times that an attempt computes with, and together all loads
 FULL = tl.constexpr(FULL_SPEED)
 _PARTS, _LEAST = tl.constexpr(SPEED_PARTS), tl.constexpr(LEAST_PARTS)

@@ -24,9 +24,6 @@ from triton.language.extra.cuda import globaltimer
 
 from ultraep_kernels.device.status import TIMEOUTS
 
-__all__ = ["clock", "fence_aliases", "gives_up", "peek", "post", "put", "read_flags", "stop"]
-__all__ += ["wait"]
-
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # no such fence is needed there, no clock
 _HAS_LOADS = tl.constexpr(hasattr(tl, "atomic_load"))  # and stores
 _NANOSECONDS_PER_LOOK = tl.constexpr(1000)  # in the interpreter

@@ -12,8 +12,6 @@ from triton import knobs
 
 from ultraep_kernels.device._signals import peek
 
-__all__ = ["arrive", "await_arrivals", "take_turn"]
-
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 

@@ -13,8 +13,6 @@ import triton.language as tl
 
 from ultraep_kernels.experts import TENSOR_FACTOR, expert_words
 
-__all__ = ["checksums"]
-
 _BLOCK = 4096  # words of a program
 
 

@@ -17,8 +17,6 @@ from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.exchange import Inboxes, RowSizes, exchange_program, fill_row, row_sizes
 from ultraep_kernels.device.launch import Launch
 
-__all__ = ["BLOCK_IDS", "Count", "RowWanted", "blocks_of"]
-
 BLOCK_IDS = 128  # ids per program; reroute compares them pairwise
 _BLOCK_COLUMNS = 8  # experts per program of the running sum
 _BLOCK_ROWS = 128  # blocks per step of the running sum

@@ -30,17 +30,6 @@ from ultraep_kernels.device._signals import peek, post, wait
 from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
-__all__ = [
-    "Inboxes",
-    "RowSizes",
-    "exchange",
-    "exchange_program",
-    "fill_row",
-    "inbox_bytes",
-    "new_epoch",
-    "row_sizes",
-]
-
 _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
 _HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
 _POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)

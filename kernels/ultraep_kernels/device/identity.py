@@ -10,8 +10,6 @@ import triton.language as tl
 
 from ultraep_kernels.device.launch import Launch
 
-__all__ = ["Identity"]
-
 _BLOCK = 1024
 
 

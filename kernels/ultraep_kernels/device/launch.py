@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 import torch
 from triton.runtime import driver
 
-__all__ = ["Launch"]
-
 Changing: TypeAlias = torch.Tensor | int
 _PARAMETERS = re.compile(r"\.entry \w+\((.*?)\)", re.DOTALL)
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")  # of memory that Triton adds

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.contract import POLICY, Outcome
 
-__all__ = ["SENT", "outcome_width", "store_outcome", "unpack_outcome"]
-
 _HEAD = 3  # decision, policy, and experts sent
 _HEAD_WIDTH, _POLICY = tl.constexpr(_HEAD), tl.constexpr(POLICY)
 SENT = tl.constexpr(2)  # where the experts sent are; the plan's end stores them later

@@ -238,33 +238,22 @@ class Planner:
         counted: Count,
         outcome: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
+        copied: tuple[torch.Tensor, int] | None = None,
     ) -> None:
         """Plan a layer, and write ``physical`` ids (T, K) for ``topk_ids`` (T, K).
 
         Both are contiguous and int32 or int64; ``counted`` has counted the latter last. What the
         host records is packed into ``outcome`` (``outcome_width``,) int32; None without rows.
         ``state`` is the layer's row of ``new_states``, where copies stay, which all ranks have
-        alike; else None.
+        alike; else None. The launch does also what ``Stream`` would do then for what is ``copied``,
+        chunks of the layer, and waits for so many nanoseconds.
         """
-        programs = self.sizes.num_programs + counted.blocks
+        launch, programs = self._plan, self.sizes.num_programs
+        given = [each for each in (outcome, state) if each is not None]
+        if copied is not None:
+            launch, programs = self._plan_and_copy, self._num_planning + self._num_copying
         ids = topk_ids, counted.before, physical, counted.num_ids
-        self._plan(programs, *ids, *(each for each in (outcome, state) if each is not None))
-
-    def and_copy(
-        self,
-        topk_ids: torch.Tensor,
-        physical: torch.Tensor,
-        counted: Count,
-        outcome: torch.Tensor,
-        state: torch.Tensor | None,
-        chunks: torch.Tensor,
-        patience_ns: int,
-    ) -> None:
-        """Do so, and what ``Stream`` would do then for the layer with ``chunks``."""
-        programs = self._num_planning + counted.blocks + self._num_copying
-        ids = topk_ids, counted.before, physical, counted.num_ids
-        stays = () if state is None else (state,)
-        self._plan_and_copy(programs, *ids, outcome, *stays, chunks, patience_ns)
+        launch(programs + counted.blocks, *ids, *given, *(copied or ()))
 
 
 def plan_sizes(

@@ -12,18 +12,6 @@ import triton.language as tl
 
 from ultraep_kernels.contract import MAX_RELAYS, MIN_FAN_OUT_SAVED, MIN_RELAYED_REPLICAS
 
-__all__ = [
-    "MOST_RELAYS",
-    "RelayRule",
-    "Sends",
-    "assign_senders",
-    "has_relays",
-    "least_saved",
-    "new_sends",
-    "plan_sends",
-    "relay_rule",
-]
-
 MOST_RELAYS = 512  # programs that relay, on one rank
 _MAX_RELAYS = tl.constexpr(MAX_RELAYS)
 _PAIRS = 2048  # of slots that are compared at a time; 64 by each thread of a warp

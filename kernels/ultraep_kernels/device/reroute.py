@@ -17,16 +17,6 @@ from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device.count import BLOCK_IDS
 from ultraep_kernels.device.status import SHARE_TOO_SMALL
 
-__all__ = [
-    "AssignSizes",
-    "Places",
-    "assign_block",
-    "every_32nd",
-    "new_physical",
-    "new_places",
-    "store_places",
-]
-
 _GOLDEN_NUMERATOR = tl.constexpr(GOLDEN_NUMERATOR)
 _GOLDEN_DENOMINATOR = tl.constexpr(GOLDEN_DENOMINATOR)
 _HALVINGS = tl.constexpr(8)  # between two looks whether that was enough

@@ -1,7 +1,8 @@
-"""The status word: one int32 on the device in which kernels leave what went wrong.
+"""What kernels leave in words of the device: decisions, and in the status word what went wrong.
 
-Kernels set bits and never clear them. Once a bit of a wait is set, later waits give up at once, and
-the launch that awaits a layer's slots ends all work on the device (``stream``).
+The status is one int32. Kernels set its bits and never clear them. Once a bit of a wait is set,
+later waits give up at once, and the launch that awaits a layer's slots ends all work on the device
+(``stream``).
 """
 
 from enum import IntFlag
@@ -9,8 +10,13 @@ from enum import IntFlag
 import torch
 import triton.language as tl
 
-__all__ = ["EXCHANGE_TIMEOUT", "IMPOSSIBLE_LOADS", "RELAY_TIMEOUT", "SHARE_TOO_SMALL"]
-__all__ += ["SLOT_TIMEOUT", "TIMEOUTS", "DeviceStatus", "new_status"]
+from ultraep_kernels.contract import Decision
+
+PLANNED, FORCED = tl.constexpr(int(Decision.PLANNED)), tl.constexpr(int(Decision.FORCED))
+POLICY_OFF = tl.constexpr(int(Decision.POLICY_OFF))
+BALANCED = tl.constexpr(int(Decision.BALANCED))
+INCONSISTENT = tl.constexpr(int(Decision.INCONSISTENT))
+UNPROFITABLE = tl.constexpr(int(Decision.UNPROFITABLE))
 
 
 class DeviceStatus(IntFlag):

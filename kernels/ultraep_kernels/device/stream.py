@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._signals import (
     clock,
     fence_aliases,
@@ -32,9 +31,7 @@ from ultraep_kernels.device._signals import (
 from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.launch import Launch
 from ultraep_kernels.device.relays import Sends
-from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
-
-__all__ = ["Programs", "Reach", "Stream", "StreamSizes", "Transfers", "follow_program"]
+from ultraep_kernels.device.status import PLANNED, RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8

@@ -5,8 +5,6 @@ from typing import TypeVar, cast
 
 from numba import njit
 
-__all__ = ["compiled"]
-
 F = TypeVar("F", bound=Callable[..., object])
 
 

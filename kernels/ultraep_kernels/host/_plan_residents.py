@@ -42,8 +42,6 @@ from ultraep_kernels.host._plan_search import (
     place_replicas,
 )
 
-__all__ = ["keep_replicas"]
-
 Counts = NDArray[np.int64]
 
 
@@ -76,20 +74,12 @@ def keep_replicas(
     is_turn: bool,
     search: Search,
 ) -> tuple[IntArray, Counts]:
-    """What slots hold from this batch on, and compute in it.
+    """What slots hold from this batch on, and compute in it; others as for ``place_replicas``.
 
-    Args:
-        expert_load: int64 (E,), assignments per logical expert.
-        average: int64 (E,), of the batches so far, this one among them, times 2**AVERAGE_SHIFT.
-        residents: int32 (R, S), the experts in the slots, -1 none.
-        speeds: int64 (R,), each 1 to FULL_SPEED; only their ratios matter.
-        domain_size: ranks per domain; the last domain may be smaller.
-        prices: what a new copy costs.
-        is_turn: whether new copies are tried though this batch alone would not pay for any.
-        search: limits of a fresh plan.
-
-    Returns:
-        int32 (R, S), the experts in the slots, and int64 (R, S), what each computes, often 0.
+    ``average`` (E,) is that of the batches so far, this one among them, times 2**AVERAGE_SHIFT;
+    ``residents`` (R, S) are the experts in the slots, -1 none; ``prices`` say what a new copy
+    costs, ``is_turn`` whether some are tried though this batch alone would not pay for any.
+    Returns int32 (R, S), the experts in the slots, and int64 (R, S), what each computes, often 0.
     """
     speeds = (speeds * FULL_SPEED + speeds.max() // 2) // speeds.max()
     num_masters = expert_load.size // speeds.size

@@ -25,16 +25,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
-__all__ = [
-    "Placement",
-    "busiest_time",
-    "capacities",
-    "holds",
-    "least_time",
-    "level",
-    "place_replicas",
-]
-
 Counts = NDArray[np.int64]
 
 
@@ -59,17 +49,10 @@ class Placement(NamedTuple):
 def place_replicas(
     expert_load: Counts, speeds: Counts, num_slots: int, domain_size: int, search: Search
 ) -> tuple[IntArray, Counts]:
-    """Place replicas for every domain.
+    """Place replicas for every domain of ``domain_size`` ranks, of which the last may be smaller.
 
-    Args:
-        expert_load: int64 (E,), assignments per logical expert.
-        speeds: int64 (R,), each 1 to FULL_SPEED; only their ratios matter.
-        num_slots: S.
-        domain_size: ranks per domain; the last domain may be smaller.
-        search: its limits.
-
-    Returns:
-        slot_expert int32 (R, S), -1 empty, and slot_quota int64 (R, S), what each slot computes.
+    ``expert_load`` (E,) assignments; of ``speeds`` (R,), each 1 to FULL_SPEED, only ratios matter.
+    Returns slot_expert int32 (R, S), -1 empty, and slot_quota int64 (R, S), what each computes.
     """
     num_ranks = speeds.size
     num_masters = expert_load.size // num_ranks
@@ -115,13 +98,8 @@ def busiest_time(rank_load: Counts, speeds: Counts) -> int:
 def least_time(rank_load: Counts, speeds: Counts, domain_size: int) -> int:
     """The least time by which every domain's ranks together can compute the domain's loads.
 
-    Args:
-        rank_load: int64 (R,), assignments.
-        speeds: int64 (R,), each 1 to FULL_SPEED.
-        domain_size: ranks per domain; the last domain may be smaller.
-
-    Returns:
-        Assignments at FULL_SPEED; no domain need be faster than the one that takes longest.
+    ``rank_load`` and ``speeds`` as in ``busiest_time``. It is a number of assignments at
+    FULL_SPEED; no domain need be faster than the one that takes longest.
     """
     time = 0
     for first in range(0, rank_load.size, domain_size):

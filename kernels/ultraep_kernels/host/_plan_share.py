@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import IntArray
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["count_experts", "split_quota"]
-
-
 Counts = NDArray[np.int64]
 
 
@@ -40,17 +37,10 @@ def split_quota(
     slot_quota: Counts,
     source: int,
 ) -> tuple[IntArray, IntArray]:
-    """What every rank computes, and what ``source`` sends where.
+    """What every rank computes, and what ``source`` sends where: quota and share, int32 (E, R).
 
-    Args:
-        loads: int64 (R, E), row r is what rank r's own tokens chose.
-        expert_load: int64 (E,), the column sums of ``loads``.
-        slot_expert: int32 (R, S), -1 empty.
-        slot_quota: int64 (R, S), what each slot computes.
-        source: rank whose share is wanted.
-
-    Returns:
-        quota and share, both int32 (E, R).
+    ``expert_load`` (E,) are the column sums of ``loads`` (R, E); ``slot_quota`` (R, S) is what each
+    slot of ``slot_expert`` (R, S), -1 empty, computes.
     """
     num_ranks, num_experts = loads.shape
     num_masters = num_experts // num_ranks

@@ -14,8 +14,6 @@ import torch
 from ultraep_kernels.experts import TENSOR_FACTOR, expert_words
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["checksums"]
-
 
 @compiled
 def _checksum_kernel(words: Any) -> int:

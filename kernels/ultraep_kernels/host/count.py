@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["count"]
-
 
 @compiled
 def _count_kernel(topk_ids: Any, load: Any) -> int:

@@ -27,8 +27,6 @@ from ultraep_kernels.contract import (
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["contradictions", "gather_rows", "post_row", "wait_flags", "write_row"]
-
 
 def write_row(
     load: NDArray[np.int64],

@@ -27,16 +27,10 @@ def plan(
 ) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank, as on a device.
 
-    Args:
-        loads: int64 (R, E), rows may be apart; row r is what rank r's own tokens chose. E is a
-            multiple of R.
-        num_replica_slots: S, may be 0.
-        source_rank: rank whose ``share`` is wanted.
-        domain_size: copies stay within contiguous groups of this many ranks.
-        speeds: int64 (R,), each 1 to FULL_SPEED.
-
-    Raises:
-        ValueError: ``loads`` is negative or too large.
+    Row r of ``loads`` int64 (R, E), which may be apart from others, is what rank r's own tokens
+    chose, E a multiple of R; ``num_replica_slots`` S may be 0. The ``share`` is that of
+    ``source_rank``. Copies stay within contiguous groups of ``domain_size`` ranks; ``speeds``
+    int64 (R,) are each 1 to FULL_SPEED. Raises ValueError where a load is negative or too large.
     """
     num_ranks, num_experts = loads.shape
     expert_load = _count(loads)

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import MAX_RELAYS, MIN_FAN_OUT_SAVED, MIN_RELAYED_REPLICAS
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["relay_parents"]
-
 
 @compiled
 def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, parents: Any) -> Any:

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["physical_table", "reroute"]
-
 
 @compiled
 def _stride(places: int) -> int:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.contract import EQUAL_PARTS, FULL_SPEED, LEAST_PARTS, SPEED_PARTS
 
-__all__ = ["full_speeds", "measured_speeds", "whole_speeds"]
-
 
 def full_speeds(num_ranks: int) -> NDArray[np.int64]:
     """Speeds (R,) of ranks that are equally fast."""

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["Reach", "stream_chunks"]
-
 
 class Reach(NamedTuple):
     """How a rank reaches the slots of its domain; addresses as mapped by this rank."""

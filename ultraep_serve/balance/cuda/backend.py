@@ -25,8 +25,6 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
-__all__ = ["LEFT_FREE", "DeviceBackend", "StopNotice", "num_programs"]
-
 _LOGGER = logging.getLogger(__name__)
 
 LEFT_FREE = 32  # multiprocessors: as many as NCCL's collectives take; DeepEP's dispatch takes 24
@@ -38,6 +36,8 @@ _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where read
 
 class DeviceBackend(Backend):
     """Of ranks with a GPU each, found in the run directory, between hosts through the engine."""
+
+    fabric: DeviceFabric
 
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
         per_layer = setup.config.slot_memory == "per_layer"
@@ -139,7 +139,7 @@ class DeviceBackend(Backend):
         return lambda: stream.send(chunks)
 
 
-@dataclass
+@dataclass(eq=False)  # a heartbeat's function, which has a hash
 class StopNotice:
     """Says why a device has stopped, where the engine only sees that it has.
 

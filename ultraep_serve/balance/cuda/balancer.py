@@ -9,14 +9,19 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import DevicePlan, Gate, new_states
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
+from ultraep_serve.balance.backend import (
+    GroupSetup,
+    LayerBalancer,
+    LayerSlots,
+    is_capturing,
+    marking_failure,
+)
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import MicroBatch
-from ultraep_serve.balance.cuda.recording import Batches, Page, is_capturing
+from ultraep_serve.balance.cuda.recording import Batches, Page
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records
@@ -28,8 +33,6 @@ from ultraep_serve.types import Decision, Stage
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
-
-__all__ = ["DeviceBalancer", "LayerSamples"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,8 @@ class LayerSamples:
         return False
 
 
-class DeviceBalancer:
-    """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
+class DeviceBalancer(LayerBalancer):
+    """Balances the MoE layers of one rank, whose experts are on a GPU.
 
     Experts are sent in a stream beside the engine's, and awaited in ``receive``; a layer that is
     expected to copy nothing takes one launch in the engine's stream (``choices.Expectations``).
@@ -99,9 +102,8 @@ class DeviceBalancer:
             held = *self._sizes[:2], shape.num_replica_slots
             self._states = [list(new_states(len(layers), *held, device)) for _ in numbers]
         self._identity = torch.from_numpy(identity_table(*self._sizes)).to(device)
-        width = outcome_width(*self._sizes)
-        self._batches = Batches(device, width, len(layers) * shape.num_micro_batches)
-        self._captured = Page(device, width, 0)  # of layers that go into a CUDA graph
+        self._batches = Batches(device, self._sizes, len(layers) * shape.num_micro_batches)
+        self._captured = Page(device, self._sizes, 0)  # of layers that go into a CUDA graph
         self._number = 0  # of the batch that runs
         self._page: Page | None = None  # its own, once it has exchanged
         self._is_captured = False  # whether it goes into a CUDA graph
@@ -143,12 +145,12 @@ class DeviceBalancer:
         self, part: MicroBatch, layer: int, ids: torch.Tensor, physical: torch.Tensor
     ) -> None:
         """Plan the layer, write ``physical`` ids, and send experts where a plan is followed."""
-        row, chunks, patience = part.row, self._chunks[layer], self._fabric.patience_ns
+        row, chunks = part.row, self._chunks[layer]
         assert row is not None, "nothing has been counted"
         state = self._states[row.micro_batch][layer]
         planned = ids, physical, part.count, row.outcome, state
         if self._expected.copies_nothing(layer, row.micro_batch):
-            part.plan.and_copy(*planned, chunks, patience)
+            part.plan(*planned, (chunks, self._fabric.patience_ns))
             row.lap(Stage.PLAN)
         else:
             part.plan(*planned)
@@ -158,7 +160,6 @@ class DeviceBalancer:
             part.force(ids, physical, self._identity)
 
     def receive(self, micro_batch: int = 0) -> None:
-        """Order what is launched next behind all experts that were sent and received."""
         part = self._parts[micro_batch]
         row = part.row
         if row is not None:
@@ -168,7 +169,6 @@ class DeviceBalancer:
             row.begin_experts()
 
     def experts_done(self, micro_batch: int = 0) -> None:
-        """Take note that the layer's experts have been launched."""
         row = self._parts[micro_batch].row
         # the time of one micro-batch's experts may hold another one's
         if row is not None and len(self._parts) == 1:
@@ -176,7 +176,6 @@ class DeviceBalancer:
 
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
-        """Take note that the engine has launched the layer that was routed last."""
         part, page = self._parts[micro_batch], self._page
         row, part.row = part.row, None
         if row is not None and page is not None and page is not self._captured:
@@ -196,7 +195,7 @@ class DeviceBalancer:
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
-        page = Page(self._fabric.status.device, outcome_width(*self._sizes), 0)
+        page = Page(self._fabric.status.device, self._sizes, 0)
         for dtype in torch.int32, torch.int64:  # routers give either
             ids = torch.full((2, 1), -1, dtype=dtype, device=self._fabric.status.device)
             for number, part in enumerate(self._parts):
@@ -211,13 +210,7 @@ class DeviceBalancer:
         self._expected.rests = False
         self._fabric.require_peers()
 
-    def end_loading(self) -> None:
-        """Expect others to answer within the timeout; before this they may be compiling."""
-        self._fabric.wait_at_least(0)
-        self.forget()  # what was tried out was no traffic
-
     def forget(self) -> None:
-        """Have all ranks copy anew what layers need: experts of this one may have changed."""
         if self._parts[0].plan.sizes.keeps:
             self._fabric.synchronize()  # of batches until now none may take it for its own
             self._choice.forget()
@@ -254,7 +247,7 @@ class DeviceBalancer:
                     logger.info("the host launches more than two batches ahead, and waits")
                 self._has_waited = True
                 before.wait()
-        self._expected.learn(before.rows, unpack_outcome(before.values, *self._sizes))
+        self._expected.learn(before.rows, before.outcome)
         self._record_what_is_done(until=before)
         return self._batches.next(self._number)
 
@@ -263,9 +256,8 @@ class DeviceBalancer:
         with self._fabric.naming_lost_peers():
             for page in self._batches.done(until=until):
                 layers, tokens = [row.layer for row in page.rows], [row.tokens for row in page.rows]
-                found = unpack_outcome(page.values, *self._sizes)
                 times = self._batches.stage_times(page), [row.experts_ns for row in page.rows]
-                self._records.write(page.number, layers, tokens, found, *times)
+                self._records.write(page.number, layers, tokens, page.outcome, *times)
 
 
 def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:

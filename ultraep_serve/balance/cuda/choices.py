@@ -15,8 +15,6 @@ from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["Expectations", "OwnChoice"]
-
 _ASKED = Choice._fields.index("changes")  # words before it
 _LARGEST = np.iinfo(np.int32).max
 _OFF = Decision.POLICY_OFF.value

@@ -1,6 +1,6 @@
 """Memory of a GPU that several ranks map, through cuda-bindings (extra ``cuda``).
 
-They are imported when a driver is opened. All else knows the ``Driver`` protocol alone.
+They are imported when a driver is opened. All else knows ``Driver`` alone.
 """
 
 import importlib
@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from ultraep_serve.balance.memory import HandleKind, Shareable
+from ultraep_serve.balance.memory import Driver, HandleKind, Shareable
 from ultraep_serve.errors import ConfigError, DeviceError, UltraEPError, UnsupportedError
 
-__all__ = ["CudaDriver", "device_error", "host_words", "open_driver"]
 
-
-class CudaDriver:
+class CudaDriver(Driver):
     """``Driver`` over cuda-bindings."""
 
     def __init__(self, bindings: Any, device_index: int, kind: HandleKind) -> None:
@@ -26,6 +24,7 @@ class CudaDriver:
         self._api = bindings
         self._call("cuInit", 0)
         self._device = self._call("cuDeviceGet", device_index)
+        self.uuid = self._uuid_of(self._device)
         self._require_support(self._device)
         types = bindings.CUmemAllocationHandleType
         self._handle_type = (
@@ -45,10 +44,6 @@ class CudaDriver:
         self.granularity = int(
             self._call("cuMemGetAllocationGranularity", self._properties, minimum)
         )
-
-    @property
-    def uuid(self) -> str:
-        return self._uuid_of(self._device)
 
     def require_peer(self, uuid: str, rank: int) -> None:
         if uuid == self.uuid:  # CUDA has no answer for a device and itself

@@ -26,8 +26,6 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
-__all__ = ["MOST_CHUNK_BYTES", "DeviceFabric", "Limits"]
-
 # of a chunk, which one program copies: an expert of 8 MiB then keeps 32 multiprocessors busy
 MOST_CHUNK_BYTES = 1 << 18
 

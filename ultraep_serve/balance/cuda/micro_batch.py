@@ -16,8 +16,6 @@ from ultraep_serve.balance.cuda.recording import LayerRow
 from ultraep_serve.balance.physical import forced_ids
 from ultraep_serve.types import Decision, TokenView
 
-__all__ = ["MicroBatch", "SideStream"]
-
 
 class MicroBatch:
     """The launches of its layers, one after the other, and what they write to."""
@@ -36,26 +34,20 @@ class MicroBatch:
         shape, device = setup.shape, fabric.status.device
         ranks, experts, slots = shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots
         is_own = setup.view is TokenView.OWN
-        rows = torch.zeros(
-            (ranks, row_width(experts, setup.view)), dtype=torch.int32, device=device
-        )
+        width, speeds = row_width(experts, setup.view), setup.speeds
+        rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)
         # what the exchange brings is the domain's, which may be all ranks
         arriving = torch.zeros_like(rows) if fabric.has_several_domains else rows
         # tokens that all ranks see count as rank 0's, so that every rank splits them alike
         shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
         wanted = RowWanted(choice, fabric.inboxes, arriving)
         total = None if is_own else shared[0]
-        speeds = setup.speeds
         self.rows, self._source_rank = rows, setup.source_rank
         self.count = Count(experts, device, wanted, total, has_load=is_own)
         self.plan = Planner(
             plan_sizes(
-                ranks,
-                experts,
-                slots,
-                setup.location.domain_size,
-                number,
-                shape.num_micro_batches,
+                *(ranks, experts, slots, setup.location.domain_size),
+                *(number, shape.num_micro_batches),
                 keeps=setup.config.slot_memory == "per_layer",
                 measures_speeds=speeds is None,
                 writes_identity=False,

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
 
 from ultraep_serve.balance.cuda.timing import new_mark
-from ultraep_serve.types import Stage
-
-__all__ = ["TIMED_EVERY", "Batches", "LayerRow", "Page", "is_capturing"]
+from ultraep_serve.types import Outcome, Stage
 
 TIMED_EVERY = 8  # batches with records, of which one has its stages timed
 _NUM_PAGES = 3  # a batch that is written, the one before, and the one before that
@@ -82,9 +81,10 @@ class LayerRow:
 class Page:
     """All layers of one batch, in the order they ran."""
 
-    def __init__(self, device: torch.device, num_values: int, capacity: int) -> None:
-        """Make room for ``capacity`` layers of ``num_values`` int32."""
-        shape, is_cuda = (capacity + 1, num_values), device.type == "cuda"
+    def __init__(self, device: torch.device, sizes: tuple[int, int, int], capacity: int) -> None:
+        """Make room for ``capacity`` layers; ``sizes`` are those of ``outcome_width``."""
+        self._sizes = sizes
+        shape, is_cuda = (capacity + 1, outcome_width(*sizes)), device.type == "cuda"
         self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._memory = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
         *lines, spare = self._on_device
@@ -131,19 +131,18 @@ class Page:
         return self._rows[: self.used]
 
     @property
-    def values(self) -> NDArray[np.int32]:
+    def outcome(self) -> Outcome:
         """What kernels wrote of each, once done; valid until the page is used again."""
-        values: NDArray[np.int32] = self._memory[: self.used].numpy()
-        return values
+        return unpack_outcome(self._memory[: self.used].numpy(), *self._sizes)
 
 
 class Batches:
     """The last batches with records, in the order they ran."""
 
-    def __init__(self, device: torch.device, num_values: int, capacity: int) -> None:
-        """Make room for ``capacity`` layers of ``num_values`` int32 in each batch."""
+    def __init__(self, device: torch.device, sizes: tuple[int, int, int], capacity: int) -> None:
+        """Make room for ``capacity`` layers in each batch; ``sizes`` as of a page."""
         # the one that was used last is the last
-        self._pages = deque(Page(device, num_values, capacity) for _ in range(_NUM_PAGES))
+        self._pages = deque(Page(device, sizes, capacity) for _ in range(_NUM_PAGES))
         self._opened = 0
         self.unread: deque[Page] = deque()  # on their way to the host
         # of each layer, in the batch that last was timed
@@ -188,8 +187,3 @@ class Batches:
             return measured
         times: NDArray[np.int64] = self._stage_ns[numbers] * tokens // self._timed_tokens[numbers]
         return times
-
-
-def is_capturing(ids: torch.Tensor) -> bool:
-    """Whether what is launched now for ``ids`` goes into a CUDA graph instead of being run."""
-    return ids.is_cuda and torch.cuda.is_current_stream_capturing()

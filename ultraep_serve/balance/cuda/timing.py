@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["captured", "device_seconds", "new_mark", "replayed_seconds"]
-
 _REPEATS = 5
 _LEAST_SECONDS = 1e-9  # an event's clock is coarser
 

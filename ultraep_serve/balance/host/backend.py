@@ -22,14 +22,14 @@ from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
-__all__ = ["HostBackend"]
-
 _REPEATS = 3
 _EXCHANGES = 20
 
 
 class HostBackend(Backend):
     """Of ranks that find each other in the run directory."""
+
+    fabric: HostFabric
 
     def __init__(self, setup: GroupSetup) -> None:
         per_layer = setup.config.slot_memory == "per_layer"

@@ -19,7 +19,7 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 from ultraep_kernels.host.speeds import measured_speeds
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, marking_failure
+from ultraep_serve.balance.backend import GroupSetup, LayerBalancer, LayerSlots, marking_failure
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
@@ -37,9 +37,7 @@ from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
-from ultraep_serve.types import Decision, IntArray, Outcome, Plan, Policy, Stage, TokenView
-
-__all__ = ["HostBalancer", "LayerSamples"]
+from ultraep_serve.types import Decision, Outcome, Plan, Policy, Stage, TokenView
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +69,8 @@ class LayerSamples:
         raise error
 
 
-class HostBalancer:
-    """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order."""
+class HostBalancer(LayerBalancer):
+    """Balances the MoE layers of one rank, whose experts are in host memory."""
 
     def __init__(
         self,
@@ -123,12 +121,7 @@ class HostBalancer:
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept.
-
-        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
-        token count over all ranks. Micro-batches overlap on GPUs only; here there is number 0.
-        Raises PeerTimeoutError when a rank is gone.
-        """
+        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept."""
         assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
@@ -176,13 +169,8 @@ class HostBalancer:
             routed.experts_ns = -time.perf_counter_ns()
 
     def experts_done(self, micro_batch: int = 0) -> None:
-        """Take note that the engine has computed the layer's experts."""
         if self._routed is not None:
             self._routed.experts_ns += time.perf_counter_ns()
-
-    @property
-    def is_waiting(self) -> bool:
-        return False  # its waits look at processes themselves
 
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
@@ -197,13 +185,7 @@ class HostBalancer:
         if routed.layer == len(self._layers) - 1:
             self._record_batch()
 
-    def end_loading(self) -> None:
-        """Expect others to answer within the timeout; before this they may be compiling."""
-        self._fabric.wait_at_least(0)
-        self.forget()  # what was tried out was no traffic
-
     def forget(self) -> None:
-        """Have all ranks copy anew what layers need: experts of this one may have changed."""
         self._changes += 1
         self._choice = self._choice._replace(changes=self._changes)  # also of a batch that runs
 
@@ -332,7 +314,11 @@ class HostBalancer:
         done, self._computed = self._computed, []
         if not done:
             return
-        slots = [self._no_slots if each.plan is None else _slots_of(each.plan) for each in done]
+        plans = [each.plan for each in done]
+        slots = [
+            self._no_slots if plan is None else (plan.slot_expert, plan.slot_load, plan.copied)
+            for plan in plans
+        ]
         held, loads_of_slots, copied = map(np.stack, zip(*slots, strict=True))
         loads = np.stack([each.loads for each in done])
         found = Outcome(
@@ -350,10 +336,6 @@ class HostBalancer:
         stage_ns = np.array([each.watch.nanoseconds for each in done])
         experts_ns = [max(0, each.experts_ns) for each in done]
         self._records.write(self._batch, layers, tokens, found, stage_ns, experts_ns)
-
-
-def _slots_of(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
-    return plan.slot_expert, plan.slot_load, plan.copied
 
 
 @dataclass

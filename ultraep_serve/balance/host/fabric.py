@@ -26,8 +26,6 @@ from ultraep_serve.balance.watch import WATCH_SECONDS
 from ultraep_serve.errors import FabricError
 from ultraep_serve.system.topology import Location, process_namespace
 
-__all__ = ["HostFabric"]
-
 
 class HostFabric:
     """Exchange between all ranks, and streaming between those of one domain."""

@@ -6,11 +6,9 @@ import os
 
 import torch
 
-from ultraep_serve.balance.memory import HandleKind, Shareable
+from ultraep_serve.balance.memory import Driver, HandleKind, Shareable
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import available_memory
-
-__all__ = ["MAP_FIXED", "READ_WRITE", "HostMemory", "map_memory", "tensor_at", "unmap_memory"]
 
 MAP_FIXED = 0x10  # not exposed by the mmap module
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -33,16 +31,12 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-class HostMemory:
+class HostMemory(Driver):
     """``Driver`` over memory of the host without a name; a handle is a file descriptor."""
 
     device = torch.device("cpu")
     kind = HandleKind.FILE_DESCRIPTOR
     granularity = mmap.PAGESIZE
-    uuid = ""
-
-    def require_peer(self, uuid: str, rank: int) -> None:
-        pass
 
     def reserve(self, size: int) -> int:
         return _map(0, size, _NO_ACCESS, _PRIVATE, -1)
@@ -80,9 +74,6 @@ class HostMemory:
     def unmap(self, address: int, size: int) -> None:
         _map(address, size, _NO_ACCESS, _PRIVATE | MAP_FIXED, -1)
 
-    def allow(self, address: int, size: int) -> None:
-        pass
-
     def share(self, handle: int) -> Shareable:
         return os.dup(handle)
 
@@ -91,12 +82,6 @@ class HostMemory:
 
     def tensor(self, address: int, size: int) -> torch.Tensor:
         return tensor_at(address, size, torch.uint8)
-
-    def synchronize(self) -> None:
-        pass
-
-    def reclaim(self) -> None:
-        pass
 
 
 def _map(address: int, size: int, protection: int, flags: int, descriptor: int) -> int:

@@ -11,8 +11,6 @@ from ultraep_kernels.host.exchange import wait_flags
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import is_process_alive
 
-__all__ = ["Peers"]
-
 _SPINS = 20_000  # looks at a flag before the core is offered to others, some tens of microseconds
 _PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
 _NAP_SECONDS = 5e-5

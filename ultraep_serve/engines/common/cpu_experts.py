@@ -9,17 +9,6 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-__all__ = [
-    "Compute",
-    "Expert",
-    "add_up",
-    "by_expert",
-    "float32_product",
-    "is_exact",
-    "most_tokens",
-    "own_type",
-]
-
 # Rows (n, H), their weights (n,) float32 and experts (n,), to weighted outputs (n, H) of that type.
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (n, H) to outputs (n, H)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.util import Finalize
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from ultraep_serve.balance.agreement import (
     unanimous,
     wait_for_all,
 )
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
-from ultraep_serve.balance.make_backend import make_backend
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.loaded import (
@@ -45,12 +43,10 @@ from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.recorder import Recorder, RingSettings
+from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState, SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import CheckResult
-
-__all__ = ["BalancedLayers", "start_balancing"]
 
 
 def start_balancing(
@@ -107,15 +103,16 @@ class BalancedLayers:
             self._costs = backend.calibrate(layers.run_first)
             if page is not None and own.pipeline.number == 0:
                 self._files.write_costs(self._costs)
-            proof = _proof_of(backend)
-            self.self_check = self._check_itself(proof, backend)
+            stages_of, make_samples = _proof_of(backend)
+            self.self_check = self._check_itself(stages_of, backend)
             undo.pop_all()
         if reason := why_never_balanced(self._setup, self._costs, layers.largest_batch):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)
         policies, sampled = page if own.rank == 0 else None, self._sampled()
-        samples = sampled and proof.samples_of(backend, sampled, self._recorder, policies)
+        given = self._setup, backend.fabric, sampled, self._recorder, policies
+        samples = make_samples(*given) if sampled else None
         self.balancer: LayerBalancer = backend.make_balancer(
             policies, self._recorder, self._costs, samples
         )
@@ -168,15 +165,16 @@ class BalancedLayers:
 
     def _create_recorder(self, undo: ExitStack) -> Recorder:
         setup, own = self._setup, self._own
-        settings = RingSettings(
+        recorder = Recorder.create(
+            self._files.path,
+            setup.location,
+            setup.shape,
+            own.pipeline,
             num_layers=self.num_layers,
             engine=own.engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
             timeout_seconds=setup.config.timeout_seconds,
-        )
-        recorder = Recorder.create(
-            self._files.path, setup.location, setup.shape, settings, own.pipeline
         )
         recorder.set_policy(setup.config.policy)  # until a batch says otherwise
         undo.callback(recorder.path.unlink, missing_ok=True)
@@ -217,14 +215,14 @@ class BalancedLayers:
         if answers is not None and largest is not None:
             require_memory(self._setup, answers, largest, self._own.cache_bytes)
 
-    def _check_itself(self, proof: ModuleType, backend: Backend) -> SelfCheck:
+    def _check_itself(self, stages_of: Callable[[Any], Any], backend: Backend) -> SelfCheck:
         wanted = self._setup.config.self_check
         if wanted == "off":
             return SelfCheck(SelfCheckOutcome.OFF)
         # Not above: it imports numba, see ``plan.context``.
         from ultraep_serve.proof.start import run_self_check
 
-        stages, context = proof.stages_of(backend), self._setup.context
+        stages, context = stages_of(backend), self._setup.context
         try:
             results = run_self_check(context, stages, self._layers.answers, full=wanted == "full")
         except SelfCheckError as error:
@@ -314,17 +312,17 @@ class BalancedLayers:
                 logger.warning("ultraep: self-check %s: %s", check.name, check.warning)
 
 
-def _proof_of(backend: Backend) -> ModuleType:
-    """``proof.host`` or ``proof.device``, with the same functions; the latter needs Triton."""
+def _proof_of(backend: Backend) -> tuple[Callable[[Any], Any], type[Any]]:
+    """Stages and samples of ``backend``; those on a GPU need Triton."""
     from ultraep_serve.balance.host.backend import HostBackend
 
     if isinstance(backend, HostBackend):
         from ultraep_serve.proof import host
 
-        return host
+        return host.stages_of, host.HostSamples
     from ultraep_serve.proof import device
 
-    return device
+    return device.stages_of, device.DeviceSamples
 
 
 def _move_back(parameters: Sequence[nn.Parameter], num_masters: int) -> None:

@@ -21,19 +21,6 @@ from ultraep_serve.proof.answers import Answers
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = [
-    "CommonFlow",
-    "EngineRank",
-    "Execution",
-    "Layer",
-    "LoadedLayers",
-    "MovableLayers",
-    "balanced_ids",
-    "movable",
-    "require_one_number",
-    "summed",
-]
-
 Layer = TypeVar("Layer", bound=nn.Module)  # an engine's MoE layer
 
 

@@ -9,16 +9,12 @@ import torch
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.config import MOST_SLOT_PERCENT
+from ultraep_serve.config import MOST_RANKS_ON_GPUS, MOST_SLOT_PERCENT
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.system.machine import available_memory, total_memory
 from ultraep_serve.types import TokenView
-
-__all__ = ["chosen_slot_memory", "require_memory"]
-
-_MOST_RANKS_ON_GPUS = 16  # one warp looks for copies beside those that stay
 
 
 def chosen_slot_memory(
@@ -37,7 +33,7 @@ def chosen_slot_memory(
     masters = sum(tensor.nbytes for tensors in layers for tensor in tensors)
     slot_bytes = masters // shape.num_masters * shape.num_slots
     if device.type == "cuda":
-        is_quick = shape.num_ranks <= _MOST_RANKS_ON_GPUS
+        is_quick = shape.num_ranks <= MOST_RANKS_ON_GPUS
         memory = torch.cuda.mem_get_info(device)[1] if is_quick else 0
     else:
         memory = total_memory() // setup.location.host_size

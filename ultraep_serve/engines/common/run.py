@@ -5,7 +5,11 @@ engine serves plainly and the sidecar is told why.
 """
 
 import logging
+import os
 import secrets
+import subprocess
+import sys
+from importlib.util import find_spec
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -13,7 +17,7 @@ import numpy as np
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import (
     MORE_SHARED_MEMORY,
     ConfigError,
@@ -21,14 +25,12 @@ from ultraep_serve.errors import (
     UltraEPError,
     UnsupportedError,
 )
-from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.system.environment import first_process
+from ultraep_serve.system.machine import address_of, why_not_listen
 from ultraep_serve.system.refusals import repeated_at_exit
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
 from ultraep_serve.telemetry.run_files import RunFiles
-
-__all__ = ["meet", "refuse_or_serve_plainly"]
 
 _made: list[RunDirectory] = []  # by this process
 
@@ -127,3 +129,27 @@ def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = Fal
 def _leave_at_exit(directory: RunDirectory) -> None:
     """Leave ``directory`` at the end; ``multiprocessing`` does not call ``atexit``."""
     Finalize(None, directory.leave, exitpriority=0)
+
+
+def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
+    """Start the sidecar of ``config``'s run directory, which ends with this rank.
+
+    Raises ConfigError where it cannot listen, or where its packages are not installed.
+    """
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        raise ConfigError(
+            f"the sidecar needs {' and '.join(missing)}; pip install '.[sidecar]' in a checkout"
+        )
+    port = settings.port_beside()
+    if reason := why_not_listen(settings.host, port):
+        raise ConfigError(
+            f"the sidecar cannot listen on {address_of(settings.host, port)} ({reason}); choose "
+            'another with "sidecar": {"port": N}'
+        )
+    subprocess.run(_command(config, settings, port), stdin=subprocess.DEVNULL, check=True)
+
+
+def _command(config: BalanceConfig, settings: SidecarSettings, port: int) -> list[str]:
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
+    command += ["--host", settings.host, "--port", str(port), "--parent", str(os.getpid())]
+    return command + (["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else [])

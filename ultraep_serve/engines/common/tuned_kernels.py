@@ -15,8 +15,6 @@ from pathlib import Path
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import engine_variable, set_engine_variable
 
-__all__ = ["link_tuned_kernels", "use_tuned_kernels"]
-
 _EXPERTS = re.compile(r"E=(\d+),")
 
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["ExpertWeights"]
-
 Layer = TypeVar("Layer", bound=nn.Module)  # an engine's MoE layer
 
 

@@ -15,23 +15,11 @@ from ultraep_serve.engines.sglang.host import ACTIVATIONS
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.launcher.engine import Requirement, unmet
-from ultraep_serve.launcher.sglang import ANYWHERE, ON_CPU
+from ultraep_serve.launcher.sglang import ANYWHERE, ON_CPU, wrong_sizes
 from ultraep_serve.system.versions import SGLANG, NewerEngine
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-__all__ = [
-    "check_checkpoint",
-    "check_cpu_balancing",
-    "check_cpu_execution",
-    "check_device_execution",
-    "check_draft_layer",
-    "check_engine",
-    "check_layer",
-    "check_settings",
-]
-
 
 _ON_THE_WAY = ("forward", "forward_impl", "run_moe_core")  # from the model to its experts
 _DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical experts as they come
@@ -202,21 +190,10 @@ def check_settings(settings: "ServerArgs") -> None:
     """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
     if problem := (
         unmet(settings, [*ANYWHERE, *(ON_CPU if is_cpu() else _ON_GPU)])
-        or _wrong_sizes(settings)
+        or wrong_sizes(settings)
         or (None if is_cpu() else _wrong_phases(settings))
     ):
         raise UnsupportedError(problem)
-
-
-def _wrong_sizes(settings: "ServerArgs") -> str | None:
-    if settings.ep_size < 2:
-        return "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
-    if settings.ep_size != settings.tp_size:
-        return (
-            f"--ep-size {settings.ep_size} differs from --tp-size {settings.tp_size}; "
-            "choose the same for both"
-        )
-    return None
 
 
 def _wrong_phases(settings: "ServerArgs") -> str | None:

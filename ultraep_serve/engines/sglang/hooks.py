@@ -42,8 +42,6 @@ from ultraep_serve.system.refusals import is_refused, repeat_now, repeated_at_ex
 from ultraep_serve.system.versions import SGLANG, require_parameters
 from ultraep_serve.types import Policy
 
-__all__ = ["install"]
-
 logger = logging.getLogger(__name__)
 
 LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"

@@ -26,8 +26,6 @@ from ultraep_serve.engines.common.cpu_experts import (
     own_type,
 )
 
-__all__ = ["ACTIVATIONS", "HostDispatcher", "complete_device_module", "compute"]
-
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
 
@@ -111,14 +109,6 @@ def complete_device_module() -> None:
     capture and no cache to empty on CPU. Verified with SGLang 0.5.23 and torch 2.13. Remove when
     torch has them or SGLang asks first.
     """
-    for name, function in (("is_current_stream_capturing", _false), ("empty_cache", _nothing)):
+    for name, answer in (("is_current_stream_capturing", False), ("empty_cache", None)):
         if not hasattr(torch.cpu, name):
-            setattr(torch.cpu, name, function)
-
-
-def _false() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    return None
+            setattr(torch.cpu, name, lambda answer=answer: answer)

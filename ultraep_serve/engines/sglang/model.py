@@ -48,15 +48,6 @@ from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_disp
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = [
-    "balance",
-    "complete_outputs",
-    "expert_layers",
-    "largest_batch",
-    "moe_layers",
-    "new_dispatcher",
-]
-
 
 def balance(
     config: BalanceConfig, model: nn.Module, tokens: PrefillTokens

@@ -12,8 +12,6 @@ from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import SGLANG, why_not_loaded
 from ultraep_serve.types import Policy
 
-__all__ = ["register"]
-
 logger = logging.getLogger(__name__)
 
 

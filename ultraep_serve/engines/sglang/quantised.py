@@ -13,8 +13,6 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
 from ultraep_serve.balance.agreement import SharedValues
 
-__all__ = ["shared_values", "wrong_kernel"]
-
 _PLAIN = ("triton", "deep_gemm", "flashinfer_cutlass")
 # SGLang's class that prepares a layer's tensors -> the --moe-runner-backend whose kernel takes
 # them with slots: expert by expert in every tensor, routed before. Verified with SGLang 0.5.23.
@@ -59,8 +57,8 @@ def wrong_kernel(layer: FusedMoE) -> str | None:
 
 def shared_values(layer: FusedMoE) -> SharedValues:
     """What ``layer`` computes with that belongs to no single expert."""
-    remedy = "a checkpoint with dynamic activation scales"
-    return SharedValues.of(layer.layer_name, _shared_values(layer), remedy)
+    values = _shared_values(layer)
+    return SharedValues.of(layer.layer_name, values, "a checkpoint with dynamic activation scales")
 
 
 def _owner(layer: FusedMoE) -> Any:

@@ -17,11 +17,9 @@ from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
-from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.backend import is_capturing
 from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.engines.common.weights import ExpertWeights
-
-__all__ = ["Flow", "PrefillTokens", "balance_dispatch", "own_prefill_tokens"]
 
 _PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
 

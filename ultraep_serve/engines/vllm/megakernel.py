@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Megakernel", "adapter_of", "reads_only"]
-
 
 class Megakernel:
     """What vLLM's experts call in place of their ``FlashInferMoeEp``."""

@@ -54,8 +54,6 @@ from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
-__all__ = ["balance", "take_over"]
-
 logger = init_logger("vllm.ultraep_serve")
 
 

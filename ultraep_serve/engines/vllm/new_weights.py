@@ -17,8 +17,6 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["refuse_new_weights"]
-
 
 def refuse_new_weights(model: Any, layers: Sequence[RoutedExperts]) -> None:
     """Refuse other weights for ``model``, whose experts are ``layers``, whoever brings them."""

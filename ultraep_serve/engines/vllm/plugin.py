@@ -14,8 +14,6 @@ from ultraep_serve.system.environment import share_with_ray_workers
 from ultraep_serve.system.refusals import repeat_at_exit
 from ultraep_serve.system.versions import VLLM, why_not_loaded
 
-__all__ = ["register"]
-
 logger = logging.getLogger("vllm.ultraep_serve")
 
 

@@ -15,11 +15,9 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.backend import is_capturing
 from ultraep_serve.engines.common.loaded import CommonFlow
 from ultraep_serve.types import TokenView
-
-__all__ = ["BalancedStage", "Flow"]
 
 Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | None]
 
