@@ -27,6 +27,8 @@ SIDECAR_DISTANCE = 700
 # For slots of each layer's own where nobody chose them: of a rank's memory; and ranks on GPUs,
 # where one warp looks for copies beside those that stay.
 MOST_SLOT_PERCENT, MOST_RANKS_ON_GPUS = 6, 16
+# For the smallest batch where nobody chose it: tokens, and the imbalance at which it pays.
+LEAST_BATCH_TOKENS, PAYING_PERCENT = 256, 130
 _VLLM_PORT = 8000
 _LAST_PORT = 65535
 
@@ -95,7 +97,12 @@ class BalanceConfig(Settings):
         default=2, ge=0, le=64, description="replica slots per rank; see slot_memory"
     )
     min_batch_tokens: int = Field(
-        default=256, ge=1, le=1 << 30, description="smaller batches (decode) are left alone"
+        default=0,
+        ge=0,
+        le=1 << 30,
+        description="smaller batches (decode) are left alone; 0: those below "
+        f"{LEAST_BATCH_TOKENS}, and below what pays at an imbalance of {PAYING_PERCENT / 100} by "
+        "the costs, but no more than the largest that the engine schedules",
     )
     max_imbalance: float = Field(
         default=1.02,
@@ -192,6 +199,11 @@ class BalanceConfig(Settings):
     def from_json(cls, text: str) -> "BalanceConfig":
         """Parse ``to_json``'s output. Raises ConfigError for unknown settings or bad values."""
         return cls(**parse_object(text, CONFIG_VARIABLE, is_ours=True))
+
+    @property
+    def least_tokens(self) -> int:
+        """Of a batch that may be balanced, before costs are known."""
+        return self.min_batch_tokens or LEAST_BATCH_TOKENS
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":

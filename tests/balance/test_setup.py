@@ -114,6 +114,20 @@ def test_layers_get_slots_of_their_own_where_there_is_memory_for_them(
         assert found == (chosen if device == "cpu" else "shared")
 
 
+@pytest.mark.parametrize(("chosen", "largest", "tokens"), [
+    (0, None, 1334), (0, 8192, 1024), (0, 64, 256), (7, None, 7),
+])  # fmt: skip
+def test_batches_that_cannot_pay_are_small(chosen: int, largest: int | None, tokens: int) -> None:
+    """1 us an assignment and 1.6 ms of exchange and plan, two ranks, eight experts of a token."""
+    config = BalanceConfig(min_batch_tokens=chosen)
+    setup = GroupSetup(config, SHAPE, TokenView.OWN, Location(0, 2, 2, 2))
+    costs = CostModel(1e-6, 1, 1e9, exchange_seconds=1e-4, plan_seconds=1.5e-3)
+    layers = mock.Mock(largest_batch=largest, experts_per_token=8)
+    group = mock.Mock(_setup=setup, _costs=costs, _layers=layers)
+    found = BalancedLayers._with_smallest_batch(group)
+    assert found.config.min_batch_tokens == tokens
+
+
 def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
     """Decisions of three batches on four ranks, two on each host; masters hold their rank + 1."""
     shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)

@@ -28,7 +28,7 @@ from ultraep_serve.types import Policy
     [
         ("slots", -1),
         ("slots", 65),
-        ("min_batch_tokens", 0),
+        ("min_batch_tokens", -1),
         ("max_imbalance", 0.99),
         ("max_imbalance", float("nan")),
         ("on_unsupported", "warn"),

@@ -10,6 +10,7 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_serve.costs.model import (
     CostModel,
     Transfer,
+    fewest_assignments,
     least_saved,
     saved_picoseconds,
     transfer_of,
@@ -54,6 +55,24 @@ def test_moving_pays_only_above_its_cost() -> None:
     for microseconds, expected in ((-1, True), (0, False), (1, False)):
         moving = (600 - after + microseconds) * 1e-6  # one expert on the link
         assert pays(HOT, plan, CostModel(1e-6, 1, 1 / moving)) is expected
+
+
+@pytest.mark.parametrize("read_seconds", [0.0, 2e-5, 1e-3])
+def test_the_smallest_batch_that_pays_saves_what_exchange_and_plan_take(
+    read_seconds: float,
+) -> None:
+    """At 1.3 times the mean, with copies that are there; just below it they take longer."""
+    costs, shape = replace(SIMPLE, read_seconds_per_expert=read_seconds).integer_costs(), SHAPE
+    fewest = fewest_assignments(costs, shape, 130, None)
+
+    def saved(assignments: int) -> float:
+        mean = assignments / shape.num_ranks * costs.per_assignment
+        unbalanced = max(1.3 * mean, shape.num_masters * costs.per_expert_read)
+        return unbalanced - max(mean, shape.num_local * costs.per_expert_read)
+
+    fixed = costs.exchange + costs.plan
+    assert saved(fewest - 1) < fixed <= saved(fewest) + 1
+    assert fewest_assignments(costs, shape, 130, fewest // 2) == fewest // 2
 
 
 def test_transfer_counts_senders_receivers_and_relays() -> None:

@@ -188,6 +188,22 @@ def transfer_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
     return moved + (costs.per_relay_hop if transfer.relayed else 0)
 
 
+def fewest_assignments(
+    costs: IntegerCosts, shape: ExpertShape, percent: int, largest: int | None
+) -> int:
+    """Of a layer over all ranks, from which balancing pays, up to ``largest``; None: no bound.
+
+    It does where the busiest rank has ``percent`` of the mean, more than 100, copies are there
+    already, and what they save is as long as exchange and plan.
+    """
+    fixed = costs.exchange + costs.plan
+    read = (shape.num_masters + shape.num_slots) * costs.per_expert_read
+    computed = -(-100 * fixed * shape.num_ranks // ((percent - 100) * costs.per_assignment))
+    held = -(-100 * (fixed + read) * shape.num_ranks // (percent * costs.per_assignment))
+    fewest = max(computed, held)
+    return fewest if largest is None else min(fewest, largest)
+
+
 def least_saved(costs: IntegerCosts | None) -> int:
     """How many experts relays must spare the busiest link, to save more than a hop takes.
 

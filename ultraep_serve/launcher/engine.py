@@ -95,9 +95,9 @@ def require_large_batches(config: BalanceConfig, largest_batch: int | None) -> N
 
     It has ``largest_batch`` tokens over all ranks; None: the engine sets no bound.
     """
-    if largest_batch is not None and largest_batch < config.min_batch_tokens:
+    if largest_batch is not None and largest_batch < config.least_tokens:
         raise UnsupportedError(
-            f"no batch has --min-batch-tokens {config.min_batch_tokens} tokens: the largest that "
+            f"no batch has --min-batch-tokens {config.least_tokens} tokens: the largest that "
             f"the engine schedules has {largest_batch} over all ranks; choose --min-batch-tokens "
             f"{largest_batch} or less"
         )

@@ -23,7 +23,8 @@ from ultraep_serve.balance.agreement import (
 )
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
 from ultraep_serve.balance.watch import HostBeats, Watch
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.config import PAYING_PERCENT, BalanceConfig
+from ultraep_serve.costs.model import fewest_assignments
 from ultraep_serve.engines.common.loaded import (
     CommonFlow,
     EngineRank,
@@ -101,6 +102,7 @@ class BalancedLayers:
             self._watch = self._watch_others(backend, undo)
             self._require_memory()
             self._costs = backend.calibrate(layers.run_first)
+            self._setup = backend.setup = self._with_smallest_batch()
             if page is not None and own.pipeline.number == 0:
                 self._files.write_costs(self._costs)
             stages_of, make_samples = _proof_of(backend)
@@ -215,6 +217,17 @@ class BalancedLayers:
         if answers is not None and largest is not None:
             require_memory(self._setup, answers, largest, self._own.cache_bytes)
 
+    def _with_smallest_batch(self) -> GroupSetup:
+        """What is too small a batch, by costs that all ranks have alike, unless somebody chose."""
+        config, layers = self._setup.config, self._layers
+        if config.min_batch_tokens:
+            return self._setup
+        paying = fewest_assignments(
+            self._costs.integer_costs(), self._setup.shape, PAYING_PERCENT, layers.largest_batch
+        )
+        tokens = max(config.least_tokens, -(-paying // layers.experts_per_token))
+        return replace(self._setup, config=config.replace(min_batch_tokens=tokens))
+
     def _check_itself(self, stages_of: Callable[[Any], Any], backend: Backend) -> SelfCheck:
         wanted = self._setup.config.self_check
         if wanted == "off":
@@ -304,6 +317,8 @@ class BalancedLayers:
             setup.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
+        tokens = setup.config.min_batch_tokens
+        logger.info("ultraep: batches of fewer than %d tokens are left alone", tokens)
         for check in self.self_check.checks:
             if check.detail:
                 passed = f"passed in {check.seconds:.1f} s: {check.detail}"

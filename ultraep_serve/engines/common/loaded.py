@@ -109,6 +109,7 @@ class MovableLayers:
     run_first: Callable[[int], None]
     answers: Answers | None = None  # None: the self-check cannot compare outputs
     largest_batch: int | None = None  # assignments over all ranks; None: the engine sets no bound
+    experts_per_token: int = 1
 
 
 def movable(execution: Execution[Layer], loaded: LoadedLayers[Layer], rank: int) -> MovableLayers:
@@ -120,6 +121,7 @@ def movable(execution: Execution[Layer], loaded: LoadedLayers[Layer], rank: int)
         run_first=functools.partial(_run_first, execution, loaded),
         answers=_answers(execution, loaded, rank),
         largest_batch=loaded.largest_batch and loaded.largest_batch * loaded.experts_per_token,
+        experts_per_token=loaded.experts_per_token,
     )
 
 

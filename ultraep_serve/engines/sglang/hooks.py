@@ -178,7 +178,7 @@ class _SchedulerHooks:
             for layer in expert_layers(runner.model):
                 check(layer)
                 if is_cpu():
-                    layer.dispatcher = new_dispatcher(layer, self._config.min_batch_tokens)
+                    layer.dispatcher = new_dispatcher(layer, self._config.least_tokens)
 
     def forward(
         self,

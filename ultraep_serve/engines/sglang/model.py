@@ -145,7 +145,7 @@ class _Layers(Execution[FusedMoE]):
         config, quant_config = layer.moe_runner_config, layer.dispatcher.quant_config
         config.num_experts, config.num_local_experts = num_local * layer.moe_ep_size, num_local
         layer.num_local_experts = num_local
-        layer.dispatcher = new_dispatcher(layer, self._config.min_batch_tokens)
+        layer.dispatcher = new_dispatcher(layer, self._config.least_tokens)
         if quant_config:
             layer.dispatcher.set_quant_config(quant_config)
         if hasattr(layer, "_cutlass_swiglu_params"):

@@ -329,7 +329,7 @@ def check_device_execution(layer: RoutedExperts, slots: int) -> None:
 def told_of_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:
     """What to tell users of prefill that CUDA graphs replay, or nothing."""
     captured = 0 if current_platform.is_cpu() else _most_replayed(vllm_config)
-    if captured * vllm_config.parallel_config.data_parallel_size < config.min_batch_tokens:
+    if captured * vllm_config.parallel_config.data_parallel_size < config.least_tokens:
         return ""
     return (
         f"prefill batches of up to {captured} tokens on a rank replay CUDA graphs, without "
