@@ -99,7 +99,9 @@ class BalancedLayers:
             self._recorder = self._create_recorder(undo)
             self._connect(backend, page)
             self._watch = self._watch_others(backend, undo)
-            self._require_memory()
+            if layers.answers is not None and layers.largest_batch is not None:
+                given = layers.answers, layers.largest_batch
+                require_memory(self._setup, *given, self._own.cache_bytes)
             self._costs = backend.calibrate(layers.run_first)
             if page is not None and own.pipeline.number == 0:
                 self._files.write_costs(self._costs)
@@ -209,11 +211,6 @@ class BalancedLayers:
         )
         self._recorder.at_heartbeat(watch.look)
         return watch
-
-    def _require_memory(self) -> None:
-        answers, largest = self._layers.answers, self._layers.largest_batch
-        if answers is not None and largest is not None:
-            require_memory(self._setup, answers, largest, self._own.cache_bytes)
 
     def _check_itself(self, stages_of: Callable[[Any], Any], backend: Backend) -> SelfCheck:
         wanted = self._setup.config.self_check
