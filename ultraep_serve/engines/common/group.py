@@ -100,8 +100,8 @@ class BalancedLayers:
             self._connect(backend, page)
             self._watch = self._watch_others(backend, undo)
             if layers.answers is not None and layers.largest_batch is not None:
-                given = layers.answers, layers.largest_batch
-                require_memory(self._setup, *given, self._own.cache_bytes)
+                largest, cache = layers.largest_batch, own.cache_bytes
+                require_memory(self._setup, layers.answers, largest, cache)
             self._costs = backend.calibrate(layers.run_first)
             if page is not None and own.pipeline.number == 0:
                 self._files.write_costs(self._costs)
