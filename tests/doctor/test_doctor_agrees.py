@@ -42,7 +42,7 @@ GOOD = [
     "sglang MODEL --tp-size 4 --ep-size 4 --nnodes 2 --device cpu --port PORT",
 ]
 BAD = [  # and words that both say
-    ("vllm MODEL -tp 2 --port PORT", "without --enable-expert-parallel"),
+    ("vllm MODEL -tp 2 --port PORT", "every rank computes a part of every expert"),
     ("vllm MODEL -ep --port PORT", "nothing to balance on one rank"),
     ("vllm MODEL -tp 2 -ep --enable-eplb --port PORT", "--enable-eplb moves the same weights"),
     ("vllm MODEL -tp 2 -dp 2 -ep --policy off --port PORT", "tensor and data parallelism together"),
