@@ -26,7 +26,7 @@ from tests.support.mirror import FakeRecorder, bare_config, mirrored_balancer
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
-from ultraep_serve.balance.cuda.recording import TIMED_EVERY
+from ultraep_serve.balance.cuda.pages import TIMED_EVERY
 from ultraep_serve.balance.physical import master_ids
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota

@@ -32,7 +32,7 @@ from tests.support.hosts import engine_group
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.pages import Page
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView

@@ -27,7 +27,7 @@ from tests.support.launches import (
 from tests.support.mirror import FakeRecorder
 from tests.support.offline import Launch
 from ultraep_serve.balance.cuda import balancer as balancer_module
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.pages import Page
 from ultraep_serve.types import Decision, ExpertShape
 
 # of a layer in the middle of a batch: launches, allocations, copies, events

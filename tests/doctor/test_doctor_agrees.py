@@ -102,7 +102,7 @@ BAD = [  # and words that both say
     ("vllm MODEL -tp 2 -ep --port 65000", "beside a server on port 65000 the sidecar has none"),
     ("vllm MODEL -tp 2 -ep --port PORT --host nosuch.invalid", "choose another --host"),
     ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host nosuch.x", "choose another --sidecar-host"),
-    ("vllm MODEL -pp 2 -ep --port PORT", "add --tensor-parallel-size 2"),
+    ("vllm MODEL -pp 2 -ep --port PORT", "--tensor-parallel-size 2 or --data-parallel-size 2"),
     ("sglang MODEL --device cpu --port PORT", "add --tp-size 2 --ep-size 2"),
     ("sglang MODEL --tp 2 --ep 2 --enable-waterfill --device cpu", "--enable-waterfill"),
     ("sglang MODEL --tp 2 --device cpu --port PORT", "--ep-size 1 below --tp-size 2"),

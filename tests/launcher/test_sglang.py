@@ -47,4 +47,4 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_backend_that_sends_tokens_takes_as_many_ranks_as_are_tensor_parallel() -> None:
     flags = ["--model-path", "m", "--tp", "4", "--moe-a2a-backend", "deepep"]
-    sglang._check_parallelism(read_flags("sglang", flags))
+    assert sglang.wrong_sizes(read_flags("sglang", flags)) is None

@@ -102,7 +102,7 @@ def test_times_are_assignments_over_speeds(recorders: Any, tmp_path: Path) -> No
     assert rank_speeds(rows) == [1.0, 1.0]
     assert mean_floor(rows) == 1.0
     header = RingReader(RunFiles(tmp_path).ring(0)).header()
-    apart = replace(header, location=replace(header.location, domain_size=1))
+    apart = replace(header, domain_size=1)
     records = RingReader(RunFiles(tmp_path).ring(0)).poll().records
     alone = StageWindow(apart, 0).add(0, records)
     assert mean_floor(alone) == 1.25  # each rank a domain: nothing can move

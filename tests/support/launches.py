@@ -35,7 +35,7 @@ from ultraep_serve.balance.cuda import micro_batch, recording, timing
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import SideStream
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.pages import Page
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.ring import RING_RECORDS
 from ultraep_serve.telemetry.run_directory import SHARED_MEMORY

@@ -292,13 +292,10 @@ class GatherRendezvous:
         handles = [item for item in shareables if isinstance(item, bytes)]
         assert len(handles) == len(shareables), "file descriptors mean nothing to other hosts"
         layouts, joined = self._all_gather(layout), self._all_gather(b"".join(handles))
-        for rank, layout, handles_of in zip(self._ranks, layouts, joined, strict=True):
+        for rank, layout, own in zip(self._ranks, layouts, joined, strict=True):
             if rank != self._rank:
-                yield rank, Handshake(layout, _handles(handles_of))
-
-
-def _handles(joined: bytes) -> list[Shareable]:
-    return [joined[at : at + _HANDLE_BYTES] for at in range(0, len(joined), _HANDLE_BYTES)]
+                starts = range(0, len(own), _HANDLE_BYTES)
+                yield rank, Handshake(layout, [own[at : at + _HANDLE_BYTES] for at in starts])
 
 
 def _new_socket() -> socket.socket:

@@ -106,8 +106,8 @@ def wrong_sizes(settings: Any) -> str | None:
         return "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
     if settings.moe_a2a_backend == "none" and settings.ep_size != settings.tp_size:
         return (
-            f"with --ep-size {settings.ep_size} and --tp-size {settings.tp_size} ranks share parts "
-            "of every expert; choose the same for both"
+            f"with --ep-size {settings.ep_size} below --tp-size {settings.tp_size} ranks share "
+            "parts of every expert; choose the same for both"
         )
     return None
 

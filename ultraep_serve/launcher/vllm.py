@@ -136,13 +136,13 @@ def wrong_ranks(num_ranks: int, expert_parallel: bool) -> str | None:
     """Why there is nothing to balance, in flags and in vLLM's configuration alike."""
     if num_ranks < 2:
         return (
-            "there is nothing to balance on one rank; add --enable-expert-parallel with "
-            "--tensor-parallel-size or --data-parallel-size of 2 or more"
+            "there is nothing to balance on one rank; add --enable-expert-parallel and "
+            "--tensor-parallel-size 2 or --data-parallel-size 2 (or more)"
         )
     if not expert_parallel:
         return (
-            "every rank computes a part of every expert, which leaves nothing to balance; add "
-            "--enable-expert-parallel"
+            "without --enable-expert-parallel every rank computes a part of every expert, which "
+            "leaves nothing to balance; add --enable-expert-parallel"
         )
     return None
 

@@ -55,8 +55,7 @@ class Residents:
         self._batches += 1
         return kernel.plan_beside_residents(
             loads,
-            self._average,
-            self.slot_expert,
+            (self._average, self.slot_expert),
             source_rank,
             context.domain_size,
             context.speeds,

@@ -66,8 +66,7 @@ class _Scenario(NamedTuple):
 @compiled
 def keep_replicas(
     expert_load: Counts,
-    average: Counts,
-    residents: IntArray,
+    stayed: tuple[Counts, IntArray],
     speeds: Counts,
     domain_size: int,
     prices: Prices,
@@ -76,11 +75,12 @@ def keep_replicas(
 ) -> tuple[IntArray, Counts]:
     """What slots hold from this batch on, and compute in it; others as for ``place_replicas``.
 
-    ``average`` (E,) is that of the batches so far, this one among them, times 2**AVERAGE_SHIFT;
-    ``residents`` (R, S) are the experts in the slots, -1 none; ``prices`` say what a new copy
-    costs, ``is_turn`` whether some are tried though this batch alone would not pay for any.
+    ``stayed``: the average load (E,) of the batches so far, this one among them, times
+    2**AVERAGE_SHIFT, and the residents (R, S), experts in the slots, -1 none. ``prices`` say what a
+    new copy costs, ``is_turn`` whether some are tried though this batch would not pay for any.
     Returns int32 (R, S), the experts in the slots, and int64 (R, S), what each computes, often 0.
     """
+    average, residents = stayed
     speeds = (speeds * FULL_SPEED + speeds.max() // 2) // speeds.max()
     num_masters = expert_load.size // speeds.size
     group = _Group(speeds, domain_size, search.grain, residents, num_masters, prices)

@@ -44,27 +44,26 @@ def plan(
 
 def plan_beside_residents(
     loads: NDArray[np.int64],
-    average: NDArray[np.int64],
-    residents: IntArray,
+    stayed: tuple[NDArray[np.int64], IntArray],
     source_rank: int,
     domain_size: int,
     speeds: NDArray[np.int64],
     prices: Prices,
     is_turn: bool,
 ) -> Plan:
-    """Plan one layer of one batch, where slots hold ``residents`` (R, S) from batches before.
+    """Plan one layer of one batch, where slots hold copies from batches before.
 
-    Other arguments as ``_plan_residents.keep_replicas``; arguments and errors else as ``plan``.
+    ``stayed``, ``prices`` and ``is_turn`` as ``keep_replicas`` takes them, and else as ``plan``.
     """
     num_ranks, num_experts = loads.shape
     expert_load = _count(loads)
     search = search_of(domain_size, num_experts // num_ranks)
     held, slot_quota = keep_replicas(
-        expert_load, average, residents, speeds, domain_size, prices, is_turn, search
+        expert_load, stayed, speeds, domain_size, prices, is_turn, search
     )
     slot_expert = np.where(slot_quota > 0, held, np.int32(-1))
     quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
-    return Plan(slot_expert, np.where(held != residents, held, np.int32(-1)), quota, share)
+    return Plan(slot_expert, np.where(held != stayed[1], held, np.int32(-1)), quota, share)
 
 
 def identity_plan(loads: NDArray[np.int64], num_replica_slots: int, source_rank: int) -> Plan:

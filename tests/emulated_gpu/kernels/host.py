@@ -32,7 +32,7 @@ from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import micro_batch
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.pages import Page
 
 __all__ = ["Cluster", "Work"]
 

@@ -2,7 +2,7 @@
 
 Its answers are the same. What the host decides there, kernels decide here: ``DeviceBalancer.route``
 only launches, one line per stage, the same for every batch. What came of a layer it learns later,
-from copies of the outcome that are done by then (``recording``).
+from copies of the outcome that are done by then (``pages``).
 """
 
 import logging
@@ -21,7 +21,7 @@ from ultraep_serve.balance.backend import (
 from ultraep_serve.balance.cuda.choices import Expectations, OwnChoice
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import MicroBatch
-from ultraep_serve.balance.cuda.recording import Batches, Page
+from ultraep_serve.balance.cuda.pages import Batches, Page
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records

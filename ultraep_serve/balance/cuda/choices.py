@@ -10,7 +10,7 @@ import torch
 from ultraep_kernels.contract import Choice, Outcome
 
 from ultraep_serve.balance.cuda.driver import host_words
-from ultraep_serve.balance.cuda.recording import LayerRow
+from ultraep_serve.balance.cuda.pages import LayerRow
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Decision, Policy

@@ -12,7 +12,7 @@ from ultraep_kernels.device.plan import Gate, Given, Planner, Rows, Sender, plan
 
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
-from ultraep_serve.balance.cuda.recording import LayerRow
+from ultraep_serve.balance.cuda.pages import LayerRow
 from ultraep_serve.balance.physical import forced_ids
 from ultraep_serve.types import Decision, TokenView
 

@@ -208,8 +208,10 @@ class HostBalancer(LayerBalancer):
         has_load = self._view is TokenView.OWN
         doubt = self._samples.is_in_doubt
         rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, doubt))
-        if self._batch_policy is None:
-            self._agree(rows)
+        if self._batch_policy is None:  # what holds for the batch is settled in its first layer
+            self._batch_policy = list(Policy)[int(rows[0, POLICY])]
+            if self._measures:
+                self._context = replace(self._context, speeds=measured_speeds(rows[:, TIME]))
         doubt, unknown_ids, differ = contradictions(rows)
         if doubt:
             self._switch_off()
@@ -233,12 +235,6 @@ class HostBalancer(LayerBalancer):
             except ControlError as error:
                 self._policies = None  # which is off
                 logger.error("ultraep: off until the engine is restarted: %s", error)
-
-    def _agree(self, rows: NDArray[np.int64]) -> None:
-        """Settle what holds for this batch, from all ranks' rows (R, W) of its first layer."""
-        self._batch_policy = list(Policy)[int(rows[0, POLICY])]
-        if self._measures:
-            self._context = replace(self._context, speeds=measured_speeds(rows[:, TIME]))
 
     def _plan(
         self, layer: int, loads: NDArray[np.int64], inconsistent: bool

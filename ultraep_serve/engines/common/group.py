@@ -100,7 +100,9 @@ class BalancedLayers:
             self._recorder = self._create_recorder(undo)
             self._connect(backend, page)
             self._watch = self._watch_others(backend, undo)
-            self._require_memory()
+            if layers.answers is not None and layers.largest_batch is not None:
+                largest, cache = layers.largest_batch, own.cache_bytes
+                require_memory(self._setup, layers.answers, largest, cache)
             self._costs = backend.calibrate(layers.run_first)
             self._setup = backend.setup = self._with_smallest_batch()
             if page is not None and own.pipeline.number == 0:
@@ -211,11 +213,6 @@ class BalancedLayers:
         )
         self._recorder.at_heartbeat(watch.look)
         return watch
-
-    def _require_memory(self) -> None:
-        answers, largest = self._layers.answers, self._layers.largest_batch
-        if answers is not None and largest is not None:
-            require_memory(self._setup, answers, largest, self._own.cache_bytes)
 
     def _with_smallest_batch(self) -> GroupSetup:
         """What is too small a batch, by costs that all ranks have alike, unless somebody chose."""

@@ -81,19 +81,15 @@ def meet(
 def refuse_or_serve_plainly(
     error: UnsupportedError, config: BalanceConfig, logger: logging.Logger, *, is_primary: bool
 ) -> None:
-    """Raise ``error``; where ``on_unsupported`` is off only say it, to the sidecar too."""
-    if config.on_unsupported == "error":
-        raise error
-    logger.warning("ultraep: serving without balancing: %s", error.problem)
-    if is_primary:
-        _serve_unbalanced(config, error.problem)
-
-
-def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
-    """Leave ``reason``, why nothing is balanced, where the sidecar finds it; one rank calls this.
+    """Raise ``error``; where ``on_unsupported`` is off only say it, to the sidecar too.
 
     Raises ConfigError where a sidecar that was asked for cannot listen.
     """
+    if config.on_unsupported == "error":
+        raise error
+    logger.warning("ultraep: serving without balancing: %s", error.problem)
+    if not is_primary:
+        return
     if config.run_dir:
         path = Path(config.run_dir)
     elif _made:  # the ranks had met already
@@ -101,7 +97,7 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
     else:
         name = name_of_run(first_process(), secrets.randbits(62))
         path = _make_run_directory(config, name).path
-    RunFiles(path).mark_unbalanced(reason)
+    RunFiles(path).mark_unbalanced(error.problem)
 
 
 def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = False) -> RunDirectory:
