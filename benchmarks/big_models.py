@@ -189,10 +189,9 @@ def paint(axes: Any, layer: Mapping[str, Any], after: bool) -> None:
     when = "after" if after else "before"
     axes.set_title(f"{when}: the busiest rank has {max(total) / mean:.2f}", fontsize="medium")
     if after:
-        text = "{model}, layer {layer} of {layers}".format(**layer)
-        axes.text(1, 0.99, text, transform=axes.transAxes, ha="right", va="top", fontsize="small")
-    else:
-        axes.legend(frameon=False, fontsize="small", ncols=2, title="copied:", loc="upper right")
+        title = "{model}, layer {layer} of {layers}; copied:".format(**layer)
+        style = {"fontsize": "small", "ncols": 4, "columnspacing": 0.8, "handlelength": 1.2}
+        axes.legend(frameon=False, title=title, loc="upper center", **style)
 
 
 if __name__ == "__main__":
