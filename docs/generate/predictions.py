@@ -59,7 +59,7 @@ _HELD = {  # rows of recorded routing
 
 def conditions(text: str, *documents: Mapping[str, Any]) -> str:
     """The line above a table: what was measured or predicted, and the commits that did it."""
-    commits = " and ".join(dict.fromkeys(f"`{document['commit'][:8]}`" for document in documents))
+    commits = ", ".join(dict.fromkeys(f"`{document['commit'][:8]}`" for document in documents))
     return f"*{text}; commit {commits}.*\n\n"
 
 
@@ -121,16 +121,16 @@ def peers() -> str:
     for model, ranks, hardware, tokens in _COMPARED:
         for traffic, called in _TRAFFIC.items():
             fast = _row(model, ranks, hardware, tokens, traffic)["times_as_fast"]
-            where = f"{model}, {GROUPS[ranks, hardware]}"
             names = ("ideal", *_MEMORIES, *_PEERS)
-            rows.append((where, called, *(f"{fast[name]:.2f}" for name in names)))
+            rows.append((GROUPS[ranks, hardware], called, *(f"{fast[name]:.2f}" for name in names)))
     head = (
-        "model, GPUs", "traffic", "`ideal`", "`per_layer`", "`shared`", "EPLB, as deployed",
+        "GPUs", "traffic", "`ideal`", "`per_layer`", "`shared`", "EPLB, as deployed",
         "EPLB, before every batch", "LPLB, as deployed", "LPLB, before every batch",
     )  # fmt: skip
     text = (
-        "Predicted, times as fast as `off`: MoE layers in BF16 (Qwen3) and FP8, batches with "
-        "8,192 tokens of each rank, 2 slots or redundant experts per rank and layer"
+        f"Predicted, times as fast as `off`: {_row(*_COMPARED[0])['layers']} of 94 MoE layers of "
+        "Qwen3-235B-A22B in BF16, batches with 8,192 tokens of each rank, 2 slots or redundant "
+        "experts per rank and layer"
     )
     return conditions(text, document) + table(head, rows)
 

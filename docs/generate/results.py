@@ -92,6 +92,7 @@ def statements() -> dict[Path, list[str]]:
             "{} and {} model families".format(*balanced),
             f"{slots} per rank for Qwen3-235B",
             _left_alone(),
+            f"8,192 tokens at most ({predictions.gains()[0][2].split(', ')[1]} above)",
         ],
         _DOCS / "results.md": [
             f"all {answers:,} answers",
@@ -208,7 +209,8 @@ def _gains() -> str:
         "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch; prompts: time to first "
         "token, two CPU ranks, 95 % intervals over one server's rounds"
     )
-    read = [read_document(name) for name in ("residents", "serving-ttft-per_layer")]
+    names = ("residents", "serving-ttft-per_layer", _RECORDED["serving"], "serving-balanced")
+    read = [read_document(name) for name in names]
     head = ("where", "busiest rank over mean", "times as fast", "of ideal")
     return conditions(text, *read) + table(head, rows)
 
@@ -236,8 +238,8 @@ def _recorded() -> tuple[str, ...]:
     rows, found = ([document[name] for document in documents] for name in ("rows", "imbalance"))
     before = [each["law"]["before"] for each in found]
     return (
-        "**nothing to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing: "
-        + _listed(_ENGINES.values()),
+        "**nothing to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing, in "
+        f"{documents[0].get('dtype', 'bfloat16')}: " + _listed(_ENGINES.values()),
         f"{max(before):.2f} → {max(each['law']['quota'] for each in found):.2f}",
         "; ".join(times(*estimate(rounds(row[0], "off"))) for row in rows),
         "; ".join(_of_ideal(row[0]) for row in rows),
