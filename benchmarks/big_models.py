@@ -8,9 +8,8 @@ SyFI-ServingStudio/ServingStudioSim publishes them (presets/alignment/*/expert_p
 They are not part of this repository. Of every layer, batches are drawn with each rank's assignments
 from a multinomial distribution over the totals. Totals are more even than single batches are.
 
-``eplb`` and ``lplb`` place experts by batches that are drawn with another seed, and hold as many
-experts more in every layer as ``quota`` has slots for all layers together. "Link" is what the
-busiest rank sends or receives for one layer, in experts.
+All ranks are in one NVLink domain. "Link" is what the busiest rank sends or receives for one layer,
+in experts. The picture has the most uneven of Qwen3-235B's layers on 8 ranks.
 """
 
 import json
@@ -26,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host.relays import relay_parents
 
-from ultraep_lab.comparators import policy_function
 from ultraep_lab.workloads import drawn_loads
 from ultraep_serve.costs.model import transfer_of
 from ultraep_serve.plan.context import PlanContext
@@ -35,8 +33,9 @@ from ultraep_serve.system.files import parse_object, read_text
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "one-layer.svg"
+PICTURED, PICTURED_LAYERS = "Qwen3-235B-A22B", 94
 TOP_K = {"Qwen3-235B-A22B": 8, "GLM-5.2": 8, "DeepSeek-V4-Flash": 6}
-TOKENS, BATCHES, HISTORY, SLOTS, SEED = 8192, 4, 8, 2, 1  # tokens of each rank
+TOKENS, BATCHES, SLOTS, SEED = 8192, 4, 2, 1  # tokens of each rank
 REPEATS = 9  # of a plan that is timed
 RANKS = (8, 16, 32, 64)
 Loads = NDArray[np.int64]  # (batches, R, E)
@@ -58,7 +57,8 @@ def main() -> None:
         for num_ranks in RANKS:
             rows.append(row_of(model, layers, num_ranks))
             print(json.dumps(rows[-1]), flush=True)
-    qwen = by_model(document["loads"])["Qwen3-235B-A22B"]
+    qwen = by_model(document["loads"])[PICTURED]
+    uneven = max(range(len(qwen)), key=lambda number: before(qwen[number], 8))
     harness.write(
         args.json,
         {
@@ -68,7 +68,7 @@ def main() -> None:
             "slots": SLOTS,
             "seed": SEED,
             "rows": rows,
-            "picture": picture_of(max(qwen, key=lambda totals: before(totals, 8))),
+            "picture": {"layer": uneven, "sampled": len(qwen)} | picture_of(qwen[uneven]),
         },
     )
 
@@ -97,19 +97,15 @@ def before(totals: Loads, num_ranks: int) -> float:
 def row_of(model: str, layers: Sequence[Loads], num_ranks: int) -> dict[str, Any]:
     """All layers and batches of one model on one number of ranks."""
     shape = ExpertShape(num_ranks, layers[0].size, SLOTS)
-    context, policies = PlanContext.of(shape), ("eplb", "lplb")
+    context = PlanContext.of(shape)
     warm_up(shape)
     found: dict[str, list[float]] = {}
     for totals in layers:
-        history = drawn(totals, num_ranks, TOP_K[model], HISTORY, SEED + 1)
         for loads in drawn(totals, num_ranks, TOP_K[model], BATCHES, SEED):
             plan, seconds = timed_plan(loads, context)
             found.setdefault("plan_microseconds", []).append(1e6 * seconds)
             found.setdefault("before", []).append(before(loads.sum(0), num_ranks))
             found.setdefault("quota", []).append(float(imbalance(plan.quota.sum(0))))
-            for name in policies:
-                placed = policy_function(name)(loads, context, history)
-                found.setdefault(name, []).append(float(imbalance(placed.quota.sum(0))))
             for name, value in moved(plan, shape).items():
                 found.setdefault(name, []).append(value)
     return {"model": model, "layers": len(layers), "num_ranks": num_ranks} | {
@@ -145,40 +141,57 @@ def moved(plan: Plan, shape: ExpertShape) -> dict[str, float]:
 
 
 def picture_of(totals: Loads) -> dict[str, Any]:
-    """One layer of one batch on 8 ranks: what each rank computes, before and after."""
-    (loads,) = drawn(totals, 8, TOP_K["Qwen3-235B-A22B"], 1, SEED)
+    """One layer of one batch on 8 ranks: what each rank computes at home, and what copies take."""
+    (loads,) = drawn(totals, 8, TOP_K[PICTURED], 1, SEED)
     quota = plan_quota(loads, PlanContext.of(ExpertShape(8, totals.size, SLOTS)), 0).quota
-    masters = totals.size // 8
-    own = [int(quota[rank * masters : (rank + 1) * masters, rank].sum()) for rank in range(8)]
+    home = np.arange(totals.size) // (totals.size // 8)
+    names = "expert", "from", "to", "assignments"
     copies = [
-        [int(n) for expert, n in enumerate(quota[:, rank]) if n and expert // masters != rank]
-        for rank in range(8)
+        dict(zip(names, map(int, (expert, home[expert], rank, quota[expert, rank])), strict=True))
+        for expert, rank in zip(*np.nonzero(quota), strict=True)
+        if home[expert] != rank
     ]
     return {
+        "model": PICTURED,
+        "layers": PICTURED_LAYERS,
         "before": loads.sum(0).reshape(8, -1).sum(1).tolist(),
-        "own": own,  # of the rank's own experts, after
-        "copies": copies,  # of each copy in the rank's slots
+        "copies": copies,
     }
 
 
+COLOURS = ("#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#999999", "#000000")
+
+
 def paint(axes: Any, layer: Mapping[str, Any], after: bool) -> None:
-    """The load of each rank, in multiples of the mean; copies are hatched."""
-    own = np.array(layer["own"] if after else layer["before"])
-    mean = sum(layer["before"]) / len(own)
-    axes.bar(range(len(own)), own / mean, color="#0072b2")
-    copied = layer["copies"] if after else []
+    """The load of each rank in multiples of the mean; an expert that gets a copy has a colour."""
+    moved, place = layer["copies"], "to" if after else "from"
+    mean = sum(layer["before"]) / len(layer["before"])
+    own = np.array(layer["before"], float)
+    for copy in moved:
+        own[copy["from"]] -= copy["assignments"]
+    axes.bar(range(len(own)), own / mean, color="#0072b2", width=0.75)
+    experts = sorted({(copy["from"], copy["expert"]) for copy in moved})
     total = own.copy()
-    for rank, parts in enumerate(copied):
-        for part in parts:
-            style = {"color": "#f0e442", "edgecolor": "#555555", "hatch": "////"}
-            axes.bar(rank, part / mean, bottom=total[rank] / mean, **style)
-            total[rank] += part
-    axes.axhline(1, color="#555555", linestyle="--", linewidth=1)
-    axes.set_ylim(0, 1.5)
+    for (_, expert), colour in zip(experts, COLOURS, strict=False):
+        label: str | None = f"expert {expert}"
+        for copy in moved:
+            if copy["expert"] == expert:
+                style = {"color": colour, "edgecolor": "#333333", "linewidth": 0.6, "width": 0.75}
+                rank, height = copy[place], copy["assignments"] / mean
+                axes.bar(rank, height, bottom=total[rank] / mean, label=label, **style)
+                total[rank] += copy["assignments"]
+                label = None
+    axes.axhline(1, color="#333333", linestyle="--", linewidth=1)
+    axes.set_ylim(0, 1.6)
     axes.set_xlabel("rank")
     axes.set_xticks(range(len(own)))
-    axes.set_ylabel("load over the mean")
-    axes.set_title(f"{'after' if after else 'before'}: the busiest has {total.max() / mean:.2f}")
+    axes.set_ylabel("assignments over the mean")
+    when = "after" if after else "before"
+    axes.set_title(f"{when}: the busiest rank has {max(total) / mean:.2f}", fontsize="medium")
+    if after:
+        title = "{model}, layer {layer} of {layers}; copied:".format(**layer)
+        style = {"fontsize": "small", "ncols": 4, "columnspacing": 0.8, "handlelength": 1.2}
+        axes.legend(frameon=False, title=title, loc="upper center", **style)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import io
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,10 +36,17 @@ def command() -> str:
     return shlex.join(["python", *sys.argv])
 
 
+def commit() -> str | None:
+    """The commit that runs; None outside of a checkout."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def write(path: Path | None, results: Mapping[str, Any]) -> None:
-    """Write ``results`` with the command and the machine; nothing where there is no ``path``."""
+    """Write ``results`` with command, commit and machine; nothing where there is no ``path``."""
     if path is not None:
-        write_json(path, {**results, "command": command(), "machine": describe()})
+        how = {"command": command(), "commit": commit(), "machine": describe()}
+        write_json(path, {**results, **how})
 
 
 def picture(*paints: Callable[[Any], None], size: tuple[float, float]) -> bytes:

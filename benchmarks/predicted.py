@@ -1,16 +1,19 @@
-"""Imbalance and predicted time of every policy, where each plans before every batch.
+"""Imbalance and predicted time of every policy on recorded routing, in all layers of a model.
 
     python benchmarks/predicted.py --traces DIR
 
 Traffic is drawn, with replacement, from the sequences of two recorded traces of one model, law and
-intent: law alone, and both in turn every five batches. A batch is as many whole sequences as it
-takes to fill it, dealt to the ranks in turn. All policies see the same batches; those before the
-first measured one are history only. ``eplb`` and ``lplb`` place experts by the last eight batches.
+intent: law alone; both in turn every five batches; and a change, from law to intent, after which
+figures begin. A batch is as many whole sequences as it takes to fill it, dealt to the ranks in
+turn. All policies see the same batches; those before the first measured one are history only.
 Imbalance is max/mean of assignments over ranks, the mean over layers and batches.
 
-Times are those of a MoE layer as the cost model has them for the hardware. Each token counts four
-times, so that a rank has about 4096. ``quota`` and ``staying`` move weights only where that pays;
-what ``eplb`` and ``lplb`` move costs nothing here.
+``eplb`` and ``lplb`` place experts before every batch by the eight before it; ``eplb-deployed`` and
+``lplb-deployed`` once, by the 1,000 before the first measured one, as where vLLM's window of 1,000
+steps was rearranged within the last 3,000. What they move costs nothing here.
+
+Times are those of a MoE layer as the cost model has them for the hardware, at these batches.
+``quota`` and ``staying`` move weights only where that pays.
 """
 
 from pathlib import Path
@@ -29,15 +32,15 @@ from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_lab.verdict import judge
 from ultraep_serve.costs.model import CostModel
 
-MODEL, GPU, TIMED_TOKENS = "deepseek-v2-lite", "h200", 4096  # per rank
-RANKS, BATCH_TOKENS, POLICIES = 8, 8192, ("off", "staying", "quota", "llep", "eplb", "lplb")
-COUNTED = TIMED_TOKENS * RANKS // BATCH_TOKENS
-HISTORY_ONLY, MEASURED = 64, 96  # batches
-LAYERS = tuple(range(0, 26, 5))
+MODEL, GPU, WEIGHTS, TOKENS = "deepseek-v2-lite", "h200", "bf16", 4096  # of each rank
+RANKS, POLICIES = 8, ("off", "staying", "quota", "llep", "eplb", "lplb")
+HISTORY_ONLY, MEASURED = 1000, 50  # batches
+DEPLOYED = {"history_batches": 1000, "rebalance_every": 3000}  # as vLLM's defaults
 NUM_EXPERTS, TOP_K, SLOTS = 64, 6, 2
 TRAFFIC = {
     "stationary": lambda batch: "law",
     "in turn": lambda batch: ("law", "intent")[batch // 5 % 2],
+    "a change": lambda batch: "law" if batch < HISTORY_ONLY else "intent",
 }
 
 
@@ -55,9 +58,13 @@ def main() -> None:
         for name in POLICIES:
             rows.append({"traffic": kind, **measured(trace, name)})
             print(rows[-1], flush=True)
-    sizes = {"ranks": RANKS, "batch_tokens": BATCH_TOKENS, "slots": SLOTS, "layers": LAYERS}
-    batches = {"history_only": HISTORY_ONLY, "measured": MEASURED}
-    times = {"model": MODEL, "hardware": GPU, "timed_tokens_per_rank": TIMED_TOKENS}
+            if name in ("eplb", "lplb"):
+                found = measured(trace, name, **DEPLOYED)
+                rows.append({"traffic": kind, **found, "policy": f"{name}-deployed"})
+                print(rows[-1], flush=True)
+    sizes = {"ranks": RANKS, "tokens_per_rank": TOKENS, "slots": SLOTS}
+    batches = {"layers": trace.num_layers, "history_only": HISTORY_ONLY, "measured": MEASURED}
+    times = {"model": MODEL, "hardware": GPU, "weights": WEIGHTS}
     harness.write(args.json, {**sizes, **batches, **times, "policies": rows})
 
 
@@ -68,7 +75,7 @@ def pool(path: Path) -> NDArray[np.int64]:
     ends = np.cumsum(trace.sequence_lengths)[:-1]
     return np.stack(
         [
-            [np.bincount(ids[:, layer].ravel(), minlength=NUM_EXPERTS) for layer in LAYERS]
+            [np.bincount(layer.ravel(), minlength=NUM_EXPERTS) for layer in ids.swapaxes(0, 1)]
             for ids in np.split(trace.topk_ids, ends)
         ]
     )
@@ -76,20 +83,20 @@ def pool(path: Path) -> NDArray[np.int64]:
 
 def draw(sequences: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
     """Loads (layers, R, E) of one batch."""
-    loads = np.zeros((len(LAYERS), RANKS, NUM_EXPERTS), np.int64)
+    loads = np.zeros((sequences.shape[1], RANKS, NUM_EXPERTS), np.int64)
     tokens, count = 0, 0
-    while tokens < BATCH_TOKENS:
+    while tokens < TOKENS * RANKS:
         chosen = sequences[rng.integers(len(sequences))]
-        loads[:, count % RANKS] += COUNTED * chosen
+        loads[:, count % RANKS] += chosen
         tokens += int(chosen[0].sum()) // TOP_K
         count += 1
     return loads
 
 
-def measured(trace: LoadTrace, policy: str) -> dict[str, Any]:
+def measured(trace: LoadTrace, policy: str, **history: int) -> dict[str, Any]:
     """Mean imbalance and time of a layer, after ``HISTORY_ONLY`` batches."""
-    options = ReplayOptions(num_ranks=RANKS, num_slots=SLOTS, history_batches=8, skip=HISTORY_ONLY)
-    costs = estimated_costs(MODELS[MODEL], HARDWARE[GPU], "bf16", RANKS)
+    options = ReplayOptions(num_ranks=RANKS, num_slots=SLOTS, skip=HISTORY_ONLY, **history)
+    costs = estimated_costs(MODELS[MODEL], HARDWARE[GPU], WEIGHTS, RANKS)
     result = replay(trace, options, [policy_function(policy)], costs.integer_costs())
     (found,) = result.policies.values()
     if policy in ("quota", "staying"):
@@ -113,7 +120,7 @@ def layer_seconds(policy: str, result: Replay, costs: CostModel) -> float:
         busiest = found.imbalance_after[case] * result.assignments[case] / RANKS
         read = (result.context.shape.num_masters + extra) * costs.read_seconds_per_expert
         seconds = costs.base_seconds + max(busiest * costs.seconds_per_assignment, read)
-        if policy == "llep":
+        if policy in ("llep", "lplb"):
             moving = moved.busiest_link * costs.seconds_per_sent_expert
             seconds += costs.exchange_seconds + costs.plan_seconds + moving
         times.append(seconds)

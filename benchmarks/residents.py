@@ -1,22 +1,38 @@
-"""Imbalance and predicted time where copies stay in slots of each layer's own, by kind of traffic.
+"""What to expect of large models' MoE layers: imbalance and predicted time, by policy and traffic.
 
     python benchmarks/residents.py --loads FILE
 
-FILE is JSON as for ``big_models.py``: totals of whole runs of large models. One layer of each of
-two models is served on 8, 16 and 64 ranks with five kinds of traffic: the same all the time; each
-expert's share times exp(normal(0, x)), drawn anew for every batch; and two kinds, those loads and
-the same shifted by 37 experts, in blocks of eight batches or batch by batch. Of 32 batches the
-first eight are not measured. Figures are means over seeds.
+FILE is JSON as for ``big_models.py``: totals of whole runs of large models. All of its layers are
+served by 8, 16 and 64 H200s in hosts of 8, which copies do not leave, and by 64 GPUs of a GB200
+rack, in batches of 256 to 8,192 tokens of each rank, with four kinds of traffic:
+
+- the same: each batch is drawn from the totals;
+- jitter 0.5: each expert's share times exp(normal(0, 0.5)), anew in every batch;
+- two kinds, blocks of 8: those loads and the same shifted by 37 experts, in blocks of eight
+  batches;
+- a change: what is measured is shifted by 37 experts, what came before it is not.
+
+Of 32 batches the first eight are not measured. Times are sums over layers, batches and seeds.
 
 ``staying`` is the server's planner with all its state, and pays for each copy in the batch that
 makes it. ``afresh`` copies anew in every batch, where that pays, as slots that all layers share
-make it. ``eplb`` and ``lplb`` place experts anew before every batch by the eight before it, hold as
-many replicas, and move them at no cost. Times are those of a layer by the cost model of an H200,
-with copies that nothing hides; exchange, plan and reroute are as one took.
+make it. ``eplb`` and ``lplb`` place experts anew before every batch by the eight before it;
+``eplb-deployed`` and ``lplb-deployed`` once, by the 1,000 batches before the first measured one, as
+where vLLM's window of 1,000 steps has been rearranged within the last 3,000. All of them hold as
+many replicas, anywhere in the group, and move them at no cost. They are measured in batches of
+8,192 tokens on 8 H200s and on the rack.
+
+Times are those of layers by the lab's cost model of the GPUs, as for ``replay --hardware``, with
+copies that nothing hides. It counts dispatch and combine at NVLink's speed, also between hosts.
+``pays_from`` is the smallest batch of steady traffic, in tokens of all ranks, from which on a
+memory of slots makes layers 1.02 times as fast.
 """
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,97 +42,176 @@ from numpy.typing import NDArray
 
 from ultraep_lab.comparators import policy_function
 from ultraep_lab.machines import HARDWARE, MODELS, estimated_costs
-from ultraep_serve.costs.model import CostModel, Transfer, transfer_of
+from ultraep_lab.verdict import LEAST_GAIN
+from ultraep_serve.costs.model import CostModel, transfer_of
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.system.files import parse_object, read_text
 from ultraep_serve.types import ExpertShape, Plan
 
-LAYERS = (  # as FILE names them, the model whose costs they have, experts of a token
-    ("Qwen3-235B-A22B-Thinking-2507-FP8 layer1", "qwen3-235b-a22b", 8),
-    ("DeepSeek-V4-Flash-0731 layer2", "deepseek-v3", 6),
-)
-TRAFFIC = ("the same", "jitter 0.2", "jitter 0.5", "two kinds, blocks of 8", "two kinds, in turn")
-TOKENS = (1024, 8192)  # of each rank
-BATCHES, SKIPPED, HISTORY, SLOTS = 32, 8, 8, 2
-RANKS = (8, 16, 64)
-_NOTHING = Transfer(0, 0)
+SERVED = {  # as names in FILE begin: the model whose sizes they have, and the type of its experts
+    "Qwen3-235B-A22B": ("qwen3-235b-a22b", "bf16"),
+    "GLM-5.2": ("glm-5", "fp8"),
+    "DeepSeek-V4-Flash": ("deepseek-v4-flash", "fp8"),
+}
+GROUPS = ((8, "h200"), (16, "h200"), (64, "h200"), (64, "gb200"))
+TRAFFIC = ("the same", "jitter 0.5", "two kinds, blocks of 8", "a change")
+TOKENS = (256, 1024, 8192)  # of each rank
+COMPARED = ((8, "h200", 8192), (64, "gb200", 8192))  # where the others place experts too
+SIZES = tuple(1 << power for power in range(3, 15))  # where pays_from is looked for
+BATCHES, SKIPPED, HISTORY, SLOTS, WINDOW = 32, 8, 8, 2, 1000
+PER_LAYER, SHARED = "staying", "afresh"
 Loads = NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Served:
+    """One model on one group of ranks."""
+
+    model: str
+    num_ranks: int
+    hardware: str
+
+    @property
+    def costs(self) -> CostModel:
+        sizes, weights = SERVED[self.model]
+        return estimated_costs(MODELS[sizes], HARDWARE[self.hardware], weights, self.num_ranks)
+
+    @property
+    def top_k(self) -> int:
+        return MODELS[SERVED[self.model][0]].experts_per_token
+
+    def context(self, num_experts: int) -> PlanContext:
+        """Copies stay in the domains of the hardware."""
+        size = HARDWARE[self.hardware].domain_size
+        shape = ExpertShape(self.num_ranks, num_experts, SLOTS)
+        return PlanContext.of(shape, size if size < self.num_ranks else None)
+
+
+@dataclass
+class Found:
+    """Of each policy, over all layers, batches and seeds."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    imbalance: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    copies: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def times_as_fast(self, name: str) -> float:
+        return self.seconds["off"] / self.seconds[name]
+
+    def to_json(self) -> dict[str, Any]:
+        before = self.imbalance["off"]
+        return {
+            "imbalance": {name: float(np.mean(all_)) for name, all_ in self.imbalance.items()},
+            "before": {"min": min(before), "max": max(before)},
+            "times_as_fast": {name: self.times_as_fast(name) for name in self.seconds},
+            "copies": {name: float(np.mean(all_)) for name, all_ in self.copies.items()},
+        }
+
+
 def main() -> None:
-    """Serve every layer with every kind of traffic, print and write."""
+    """Serve every model on every group with every kind of traffic, print and write."""
     parser = harness.parser(__doc__, "residents.json")
     parser.add_argument("--loads", type=Path, required=True, help="totals by model and layer")
-    parser.add_argument("--seeds", type=harness.numbers, default=(11, 1, 2, 3, 4, 5))
+    parser.add_argument("--seeds", type=harness.numbers, default=(11, 1))
     args = parser.parse_args()
-    totals = parse_object(read_text(args.loads, "loads"), "loads")["loads"]
-    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for seed in args.seeds:
-        for name, loads, costs in cases(totals, seed):
-            rows.setdefault(name, []).append(measured(loads, costs))
-    words = "layer", "ranks", "tokens", "traffic"
-    document = [dict(zip(words, name, strict=True)) | mean_of(row) for name, row in rows.items()]
-    print(*map(json.dumps, document), sep="\n")
-    harness.write(args.json, {"seeds": args.seeds, "rows": document})
-
-
-def cases(totals: Any, seed: int) -> Iterator[tuple[tuple[Any, ...], Loads, CostModel]]:
-    """Names, loads (batches, R, E) and costs."""
-    random = np.random.default_rng(seed)
-    for name, model, top_k in LAYERS:
-        share = np.array(totals[name]) / sum(totals[name])
-        for num_ranks in RANKS:
-            costs = estimated_costs(MODELS[model], HARDWARE["h200"], "bf16", num_ranks)
+    document = parse_object(read_text(args.loads, "loads"), "loads")
+    rows, pays = [], []
+    for model, (_, weights) in SERVED.items():
+        totals = [
+            np.array(of_layer) for name, of_layer in document["loads"].items()
+            if re.match(re.escape(model), name)
+        ]  # fmt: skip
+        for group in GROUPS:
+            served = Served(model, *group)
+            named = {"model": model, "weights": weights, "ranks": group[0], "hardware": group[1]}
+            pays.append(named | {"tokens": pays_from(served, totals)})
+            print(json.dumps(pays[-1]), flush=True)
             for tokens in TOKENS:
+                is_compared = (*group, tokens) in COMPARED
                 for traffic in TRAFFIC:
-                    shares = [changed(share, traffic, number, random) for number in range(BATCHES)]
-                    drawn = [
-                        random.multinomial(tokens * top_k, now / now.sum(), num_ranks)
-                        for now in shares
-                    ]
-                    yield (name, num_ranks, tokens, traffic), np.stack(drawn), costs
+                    found = Found()
+                    for loads, drawn in cases(served, totals, tokens, traffic, args.seeds):
+                        measure(served, loads, found, drawn if is_compared else None)
+                    case = {"tokens": tokens, "traffic": traffic, "layers": len(totals)}
+                    rows.append(named | case | found.to_json())
+                    print(json.dumps(rows[-1]), flush=True)
+    about = {"source": document["about"], "seeds": args.seeds, "slots": SLOTS}
+    harness.write(args.json, {**about, "rows": rows, "pays_from": pays})
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What batches of one layer are drawn from."""
+
+    share: NDArray[np.float64]  # of each expert
+    traffic: str
+    assignments: int  # of one rank
+    random: np.random.Generator
+
+    def loads(self, number: int, num_ranks: int) -> Loads:
+        """Those (R, E) of batch ``number``."""
+        now = changed(self.share, self.traffic, number, self.random)
+        return self.random.multinomial(self.assignments, now, num_ranks)
+
+    def window(self, num_ranks: int) -> Loads:
+        """The sum (E,) of the batches before the first measured one."""
+        of_all = self.assignments * num_ranks
+        numbers = range(SKIPPED - WINDOW, SKIPPED)
+        shares = (changed(self.share, self.traffic, number, self.random) for number in numbers)
+        return np.sum([self.random.multinomial(of_all, share) for share in shares], axis=0)
+
+
+def cases(
+    served: Served, totals: list[Loads], tokens: int, traffic: str, seeds: tuple[int, ...]
+) -> Iterator[tuple[Loads, Drawn]]:
+    """Of each layer and seed: loads (batches, R, E), and what they are drawn from."""
+    for layer, of_run in enumerate(totals):
+        for seed in seeds:
+            random = np.random.default_rng((seed, layer))
+            drawn = Drawn(of_run / of_run.sum(), traffic, tokens * served.top_k, random)
+            yield np.stack([drawn.loads(n, served.num_ranks) for n in range(BATCHES)]), drawn
 
 
 def changed(
     share: NDArray[np.float64], traffic: str, number: int, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """What is chosen in a batch."""
+    """The shares of experts in batch ``number``; what is measured begins at ``SKIPPED``."""
     if traffic.startswith("jitter"):
-        return share * np.exp(random.normal(0, float(traffic.split()[1]), share.size))
-    block = 8 if traffic.endswith("8") else 1
-    is_other = traffic.startswith("two") and number // block % 2 == 1
-    return np.roll(share, 37) if is_other else share
+        now = share * np.exp(random.normal(0, float(traffic.split()[1]), share.size))
+        return np.asarray(now / now.sum())
+    is_other = number >= SKIPPED if traffic == "a change" else bool(number // 8 % 2)
+    return share if traffic == "the same" or not is_other else np.roll(share, 37)
 
 
-def measured(loads: Loads, costs: CostModel) -> dict[str, Any]:
-    """Of each policy: mean imbalance, times as fast as off, and copies of a batch."""
+def measure(served: Served, loads: Loads, found: Found, past: Drawn | None = None) -> None:
+    """One layer; the others place experts where what was drawn before is known."""
     _, num_ranks, num_experts = loads.shape
-    context = PlanContext.of(ExpertShape(num_ranks, num_experts, SLOTS))
+    context, costs = served.context(num_experts), served.costs
     masters, prices = context.shape.num_masters, prices_of(costs.integer_costs(), context.shape)
     residents = Residents(context.shape, layer=0)
-    history = {name: policy_function(name) for name in ("lplb", "eplb")}
-    seconds: dict[str, list[float]] = {}
-    imbalance: dict[str, list[float]] = {}
-    copies: dict[str, list[int]] = {"staying": [], "afresh": []}
+    long_ago = np.zeros((1, num_ranks, num_experts), np.int64)
+    if past is not None:
+        long_ago[0, 0] = past.window(num_ranks)
 
     def took(name: str, busiest: float, extra: float = 0.0, slots: int = SLOTS) -> None:
         read = (masters + slots) * costs.read_seconds_per_expert
         work = max(busiest * costs.seconds_per_assignment, read)
-        seconds.setdefault(name, []).append(costs.base_seconds + work + extra)
-        imbalance.setdefault(name, []).append(busiest * num_ranks / int(loads[number].sum()))
+        found.seconds[name] += costs.base_seconds + work + extra
+        found.imbalance[name].append(busiest * num_ranks / int(batch.sum()))
 
     def by_plan(name: str, plan: Plan, must: bool) -> None:
         transfer = transfer_of(plan.copied, masters)
         extra = costs.plan_seconds + transfer.busiest_link * costs.seconds_per_sent_expert
         busiest = int(plan.quota.sum(0).max())
         gained = (home - busiest) * costs.seconds_per_assignment - extra
-        if must or gained > 0:
+        is_followed = must or gained > 0
+        if is_followed:
             took(name, busiest, costs.exchange_seconds + extra)
         else:
             took(name, home, costs.exchange_seconds)
-        copies[name].append(int((plan.copied >= 0).sum()))
+        found.copies[name].append(int((plan.copied >= 0).sum()) if is_followed else 0)
 
     for number, batch in enumerate(loads):
         home = int(context.rank_loads(batch).max())
@@ -125,27 +220,32 @@ def measured(loads: Loads, costs: CostModel) -> dict[str, Any]:
         if number < SKIPPED:
             continue
         took("off", home, slots=0)
+        by_plan(PER_LAYER, staying, must=True)
+        by_plan(SHARED, plan_quota(batch, context, 0), must=False)
         took("ideal", batch.sum() / num_ranks, slots=0)
-        by_plan("staying", staying, must=True)
-        by_plan("afresh", plan_quota(batch, context, 0), must=False)
-        for name, policy in history.items():
-            placed = policy(batch, context, loads[number - HISTORY : number])
+        for name in ("eplb", "lplb") if past is not None else ():
             extra = costs.exchange_seconds + costs.plan_seconds if name == "lplb" else 0.0
-            took(name, int(placed.quota.sum(0).max()), extra)
-    off = sum(seconds["off"])
-    return {
-        "imbalance": {name: float(np.mean(values)) for name, values in imbalance.items()},
-        "times_as_fast": {name: off / sum(values) for name, values in seconds.items()},
-        "copies": {name: float(np.mean(values)) for name, values in copies.items()},
-    }
+            known = {name: loads[number - HISTORY : number], f"{name}-deployed": long_ago}
+            for kind, history in known.items():
+                placed = policy_function(name)(batch, context, history)
+                took(kind, int(placed.quota.sum(0).max()), extra)
 
 
-def mean_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean over seeds of every figure."""
-    return {
-        kind: {name: float(np.mean([row[kind][name] for row in rows])) for name in rows[0][kind]}
-        for kind in rows[0]
-    }
+def pays_from(served: Served, totals: list[Loads]) -> dict[str, int | None]:
+    """Tokens of all ranks, by memory of slots; None: in no size up to the largest."""
+    enough: dict[str, int | None] = {PER_LAYER: None, SHARED: None}
+    for tokens in reversed(SIZES):
+        found = Found()
+        for loads, _ in cases(served, totals, tokens, "the same", (1,)):
+            measure(served, loads, found)
+        gains = {name: found.times_as_fast(name) >= LEAST_GAIN for name in enough}
+        for name, does_pay in gains.items():
+            is_next = enough[name] in (None, 2 * tokens * served.num_ranks)
+            if does_pay and is_next:
+                enough[name] = tokens * served.num_ranks
+        if not any(gains.values()):
+            break
+    return enough
 
 
 if __name__ == "__main__":

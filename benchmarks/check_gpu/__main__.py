@@ -8,8 +8,9 @@
 A part is a process of its own with a time limit. The file is replaced after each. A part that
 fails, hangs, or cannot run is an entry with the reason and its last lines of output, and the next
 part begins. ``--resume`` makes the parts that have no result yet. The file names the GPU, versions
-and the commit, and no host, user or path. Exits with 1 if a part failed; one that cannot run here
-is no failure.
+and the commit, and no host, user or path. Beside it a sheet (``check-gpu.md``) has what reviewers
+of vLLM and SGLang ask of a balancer, and names what of that is missing. Exits with 1 if a part
+failed; one that cannot run here is no failure.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from machine import gpu_state, versions  # noqa: E402
 from privacy import without_names  # noqa: E402
 from processes import CANNOT_RUN, PARTS, Part  # noqa: E402
 from report import EMULATED  # noqa: E402
+from sheet import sheet  # noqa: E402
 
 from ultraep_lab.outputs import write_json  # noqa: E402
 
@@ -62,7 +64,8 @@ def main() -> None:
         run_part(part, options.dry_run, end - time.monotonic(), entry)
         write(options.json, document)
     print_table(document["parts"])
-    print(f"\nresult: {options.json}")
+    options.json.with_suffix(".md").write_text(sheet(document))
+    print(f"\nresult: {options.json}, sheet: {options.json.with_suffix('.md')}")
     sys.exit(any(entry["result"] == "failed" for entry in document["parts"].values()))
 
 

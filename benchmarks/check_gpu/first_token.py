@@ -36,7 +36,7 @@ SPEC = replace(
     ModelSpec(), hidden_size=1024, moe_intermediate_size=8192, experts_per_token=8, head_dim=128
 )
 OPTIONS = PrefillOptions(
-    prompt_tokens=(4096,), policies=(Policy.OFF, Policy.QUOTA, Policy.IDEAL), repeats=9
+    prompt_tokens=(8192,), policies=(Policy.OFF, Policy.QUOTA, Policy.IDEAL), repeats=9
 )
 
 
@@ -54,7 +54,8 @@ def main() -> None:
 
 def measure(model: Path, folder: Path) -> dict[str, Any]:
     """Medians, and ratios within each round."""
-    flags, log = [*FLAGS["vllm"], "--enforce-eager", "--allow-ideal"], folder / "log"
+    long = ["--max-model-len", "8704", "--max-num-batched-tokens", "8704"]
+    flags, log = [*FLAGS["vllm"], *long, "--enforce-eager", "--allow-ideal"], folder / "log"
     with divided(folder), logged(log), GpuServer(model, flags, log) as server:
         document = measure_server(server, OPTIONS, "benchmarks/check_gpu")
     return {"imbalance": document["balance"]["imbalance"], **document["rows"][0]}

@@ -15,13 +15,13 @@ reached, as if all ranks were in one NVLink domain: an assumption, not a measure
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from report import Report
-from routes import Routes, make_routes
+from routes import Routes, hot_rank_routes, make_routes
 from ultraep_kernels.device.plan import Given, Planner, Rows, Sender, plan_sizes
 from ultraep_kernels.device.stream import Programs
 from virtual_layer import (
@@ -45,11 +45,12 @@ from tests.support.kernel_checks import (
 )
 from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks
-from ultraep_lab.machines import HARDWARE, LINK_SHARE, MODELS
+from ultraep_lab.machines import HARDWARE, LINK_SHARE, MODELS, ModelSizes
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.types import ExpertShape, imbalance
 
 LINK = "h100"  # whose NVLink is assumed
+DEMO = {"ultraep-demo": ModelSizes(4096, 1536, 32, 4)}  # of UltraEP's examples/train_demo_moe.sh
 RANKS_MEASURED = 48  # at least, over all rounds
 FEW_RANKS = 16  # of which every imbalance is measured
 
@@ -68,19 +69,22 @@ class Sizes:
     imbalances: tuple[float, ...]
 
 
-def run(bench: Bench, report: Report, model: str, num_ranks: int) -> None:
-    """Every imbalance."""
+def run(bench: Bench, report: Report, model: str, num_ranks: int, *hot: float) -> None:
+    """Every imbalance; of a hot rank those of ``hot``."""
     sizes = tiny(num_ranks) if bench.interpreted else full(model, num_ranks)
+    draw = hot_rank_routes if hot else make_routes
+    if hot and not bench.interpreted:
+        sizes = replace(sizes, imbalances=hot)
     made = sizes.shape, sizes.hidden, sizes.inner, sizes.tokens, sizes.top_k
     layer = make_layer(*made, bench.device)
     for wanted in sizes.imbalances:
-        routes = make_routes(sizes.shape, sizes.tokens, sizes.top_k, wanted, bench.device)
+        routes = draw(sizes.shape, sizes.tokens, sizes.top_k, wanted, bench.device)
         report.run(f"layer of {sizes.model}", check_layer, bench, sizes, layer, routes)
 
 
 def full(model: str, num_ranks: int) -> Sizes:
     """The published shape of a model."""
-    of = MODELS[model]
+    of = (DEMO | dict(MODELS))[model]
     shape = ExpertShape(num_ranks, of.num_experts, 2)
     of_expert = of.hidden_size, of.expert_size, of.experts_per_token
     imbalances = (1.5, 2.0, 3.0) if num_ranks <= FEW_RANKS else (2.0,)
@@ -118,6 +122,7 @@ def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> 
         **routes.figures(),
         "imbalance_after": imbalance(after.numpy()),
         "replicas": int((balanced.slots >= 0).sum()),
+        "rank_loads": {name: works[name].counts.sum(1).tolist() for name in ("off", "balanced")},
         **errors,
         **layer_times(times, own, over_link(layer.ranks, balanced)),
         "ideal_teraflops": teraflops(sizes, works["ideal"], times["ideal"]),

@@ -18,7 +18,7 @@ class Part:
     name: str
     run: str
     seconds: float  # it may take on a GPU, compilation included
-    arguments: tuple[str | int, ...] = ()
+    arguments: tuple[str | int | float, ...] = ()
 
 
 CHECKS_OF_KERNELS = (
@@ -36,6 +36,8 @@ PARTS = (
     Part("layer-qwen3", "layer.run", 120, ("qwen3-235b-a22b", 16)),
     Part("stream", "stages.streaming", 90),
     Part("layer-deepseek", "layer.run", 150, ("deepseek-v3", 64)),
+    Part("layer-demo", "layer.run", 60, ("ultraep-demo", 8)),
+    Part("layer-sheet", "layer.run", 90, ("qwen3-235b-a22b", 8, 1.0, 2.0, 4.0, 7.0)),
     Part("balancer", "balancer.run", 90),
     Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),

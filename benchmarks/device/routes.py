@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_lab.workloads import Workload, segments
+from ultraep_lab.workloads import Workload, chances, segments
 from ultraep_serve.types import ExpertShape, imbalance
 
-__all__ = ["Routes", "make_routes"]
+__all__ = ["Routes", "hot_rank_routes", "make_routes"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ def make_routes(
 ) -> Routes:
     """``tokens`` of each rank choose ``top_k`` experts by popularities as ``make-trace`` has them.
 
-    ``wanted`` is the imbalance that is to be expected. As there, the first experts to ring of
-    exponential clocks are drawn; here on the device.
+    ``wanted`` is the imbalance that is to be expected.
     """
     experts = shape.num_logical_experts
     workload = Workload(
@@ -57,7 +56,35 @@ def make_routes(
         num_ranks=shape.num_ranks,
         imbalance=wanted,
     )
-    weights = torch.from_numpy(next(segments(workload)).weights[0]).float().to(device)
+    return _drawn(shape, tokens, top_k, next(segments(workload)).weights[0], device)
+
+
+def hot_rank_routes(
+    shape: ExpertShape, tokens: int, top_k: int, wanted: float, device: torch.device
+) -> Routes:
+    """The same where the first rank's experts are all as popular as it takes, and the others even.
+
+    ``wanted`` is less than the number of ranks.
+    """
+    low, high = 0.0, 30.0  # the logarithm of how much more popular
+    for _ in range(40):
+        weights = np.ones((1, shape.num_logical_experts))
+        weights[:, : shape.num_masters] = np.exp(middle := (low + high) / 2)
+        of_first = chances(weights, top_k)[0, : shape.num_masters].sum() * shape.num_ranks / top_k
+        low, high = (middle, high) if of_first < wanted else (low, middle)
+    return _drawn(shape, tokens, top_k, weights[0], device)
+
+
+def _drawn(
+    shape: ExpertShape,
+    tokens: int,
+    top_k: int,
+    popularity: NDArray[np.float64],
+    device: torch.device,
+) -> Routes:
+    """The first experts to ring of exponential clocks, drawn on the device."""
+    experts = shape.num_logical_experts
+    weights = torch.from_numpy(popularity).float().to(device)
     generator = torch.Generator(device).manual_seed(0)
     rings = torch.empty((tokens, experts), device=device)
     ids = [

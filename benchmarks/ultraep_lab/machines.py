@@ -88,6 +88,8 @@ MODELS: Mapping[str, ModelSizes] = MappingProxyType(  # as their public configur
         "glm-4.7": ModelSizes(5120, 1536, 160, 8),
         "deepseek-v3": ModelSizes(7168, 2048, 256, 8),
         "deepseek-v2-lite": ModelSizes(2048, 1408, 64, 6),
+        "deepseek-v4-flash": ModelSizes(4096, 2048, 256, 6),
+        "glm-5": ModelSizes(6144, 2048, 256, 8),
     }
 )
 

@@ -75,5 +75,5 @@ def estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]
 
 def times(median: float, low: float, high: float) -> str:
     """A ratio of times and its interval; "not certain" where that has 1 in it."""
-    shown = f"{median:.2f} ({low:.2f} to {high:.2f})"
+    shown = f"{median:.2f} ({low:.2f}-{high:.2f})"
     return shown if low > 1 or high < 1 else f"{shown}, not certain"

@@ -3,22 +3,24 @@
 python -m docs.generate.gpus
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from docs.generate.figures import gpu_rows
+from docs.generate.figures import gpu_rows, read_document
+from docs.generate.predictions import conditions
 from docs.generate.reference import DOCS, table, with_table
 
-__all__ = ["LAYERS", "PAGE", "STAGES", "layers", "stages"]
+__all__ = ["PAGE", "TABLES"]
 
 PAGE = DOCS / "gpus.md"
-LAYERS, STAGES = "gpu-device layers", "gpu-device stages"
+_ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 _MODELS = {"layer of qwen3-235b-a22b": "Qwen3-235B-A22B", "layer of deepseek-v3": "DeepSeek-V3"}
 _SIZES = ((8, 128), (16, 128), (32, 256), (64, 256), (64, 896))  # ranks, experts
 _TOKENS, _SLOTS = 8192, 2
 _SENDERS = "32 senders"  # the default
 
 
-def layers() -> str:
+def _layers() -> str:
     """A row for each model and imbalance: milliseconds of the slowest rank."""
     head = (
         "model", "ranks", "imbalance", "off", "balanced", "ideal",
@@ -37,10 +39,14 @@ def layers() -> str:
                 f"{row['speedup_with_own_over_link']:.2f}",
             )
         )
-    return table(head, rows)
+    text = (
+        "BF16, real shapes, made-up routing, 8,192 tokens of each rank, 2 slots, ranks in turn on "
+        "one H200; times of the slowest"
+    )
+    return conditions(text, read_document("gpu-device")) + table(head, rows)
 
 
-def stages() -> str:
+def _stages() -> str:
     """What every stage of ours takes, by ranks and experts; and whether it met its target."""
     sizes = tuple(f"{ranks} ranks, {experts} experts" for ranks, experts in _SIZES)
     rows = [
@@ -48,7 +54,8 @@ def stages() -> str:
         ("exchange, when all others have posted", *_by_size("exchange")),
         ("plan", *_by_size("plan")),
     ]
-    made = table(("", *sizes), rows) + "\n"
+    text = "Microseconds on one H200 that played all ranks, medians of CUDA graphs, 2 slots"
+    made = conditions(text, read_document("gpu-device")) + table(("", *sizes), rows) + "\n"
     flow, alone = gpu_rows("balancer")
     [sends] = [row for row in gpu_rows("senders") if row["what"] == _SENDERS]
     others = [
@@ -87,8 +94,45 @@ def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
     return f"{row[f'{name}_microseconds']:.0f}", f"at most {row[target]:.0f}"
 
 
-if __name__ == "__main__":
+def _emulated() -> str:
+    """Answers of engines on the emulated GPU: a row for each way to serve."""
+    documents = [read_document(f"gpu-emulated-{name}") for name in ("values", "four-ranks")]
+    found = [row for each in documents for row in each["parts"]["values"]["found"]]
+    rows = []
+    for row in (row for row in found if "samples" in row):
+        engine, _, way = row["what"].partition(", ")
+        layers = row["imbalance_by_layer"].values()
+        before, after = (max(layer[number] for layer in layers) for number in (0, 1))
+        rows.append(
+            (
+                f"{_ENGINES[engine]}, {way}",
+                f"{row['same_balanced']} and {row['same_off']} of {row['answers']}",
+                f"{before:.2f} to {after:.2f}",
+                f"{row['samples']['layers']}, {row['samples']['failures']}",
+            )
+        )
+    text = "A tiny made-up model in float32, ten prompts of 30 to 300 tokens, mostly shared slots"
+    head = (
+        "", "greedy tokens as transformers', balanced and `off`", "worst layer's imbalance",
+        "samples, failed",
+    )  # fmt: skip
+    return conditions(text, *documents) + table(head, rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "gpu-device layers": _layers,
+    "gpu-device stages": _stages,
+    "gpu-emulated": _emulated,
+}
+
+
+def main() -> None:
+    """Write all of them."""
     page = PAGE.read_text()
-    for name, made in ((LAYERS, layers()), (STAGES, stages())):
-        page = with_table(page, name, made)
+    for name, made in TABLES.items():
+        page = with_table(page, name, made())
     PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

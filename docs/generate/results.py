@@ -1,16 +1,17 @@
 """What README.md and docs/results.md have from the JSON of benchmarks.
 
-    python -m docs.generate.results     # brings both up to date
+    python -m docs.generate.results     # brings them and docs/choosing.md up to date
 
 Every comparison is a ratio, "times as fast": above 1 balancing is faster.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from docs.generate import predictions
 from docs.generate.figures import (
     TRAFFIC,
     estimate,
@@ -21,113 +22,131 @@ from docs.generate.figures import (
     rounds,
     times,
 )
+from docs.generate.predictions import conditions
 from docs.generate.reference import table, table_in, with_table
 
-__all__ = ["PAGE", "README", "readme", "results", "statements"]
+__all__ = ["PAGES", "statements", "updated"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-README = _ROOT / "README.md"
-PAGE = _ROOT / "docs" / "results.md"
+_README = _ROOT / "README.md"
+_DOCS = _ROOT / "docs"
 _SLOT_MEMORIES = "per_layer", "shared"
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
+_RECORDED = {"serving": "real-routing-ttft", "sglang": "real-routing-ttft-sglang"}
 _DEMO = re.compile(r"^  Load of the busiest rank.*? at most$", re.MULTILINE | re.DOTALL)
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_RANKS = 64  # of the big models' row in README.md
-_BIG_MODELS = "Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"
+_ULTRAEP = "94cab09"  # the commit of its README that has these, at three imbalances
+_PUBLISHED = {
+    "busiest rank over mean": "1.51 / 2.01 / 3.03 → 1.01",
+    "plan": "67 / 72 / 78 us",
+    "reroute": "39 / 37 / 36 us",
+    "copies, direct": "214 / 265 / 317 us",
+    "copies, with relays": "194 / 195 / 188 us",
+    "busiest link": "706 / 712 / 715 GB/s",
+    "gradients, beside other work": "1.9 / 2.2 / 2.4 ms",
+    "replicas, of an expert / in all": "4, 5, 6 / 38, 46, 51",
+}
 
 
-def readme(text: str) -> str:
-    """README.md with what the demo printed, and its table of gains.
+def updated(path: Path) -> str:
+    """A page of ``PAGES`` with its tables, and README.md with what the demo printed.
 
     Raises ValueError where one of them has no place.
     """
-    text, found = _DEMO.subn(lambda _: _demo(), text)
-    if found != 1:
-        raise ValueError(f"README.md has {_DEMO.pattern!r} {found} times")
-    return _with_tables(text, {"gains": _gains})
-
-
-def results(text: str) -> str:
-    """docs/results.md with its tables. Raises ValueError where one has no place."""
-    return _with_tables(text, _TABLES)
+    text = path.read_text()
+    if path == _README:
+        text, found = _DEMO.subn(lambda _: _demo(), text)
+        if found != 1:
+            raise ValueError(f"README.md has {_DEMO.pattern!r} {found} times")
+    for name, made in PAGES[path].items():
+        table_in(text, name)
+        text = with_table(text, name, made())
+    return text
 
 
 def statements() -> dict[Path, list[str]]:
     """What sentences of the pages say of figures, as those figures have it."""
     tokens = [row for prefix in _ENGINES for row in read_rows(f"{prefix}-tokens")]
     same, of = (sum(row[name] for row in tokens) for name in ("identical", "prompts"))
-    steady, changing = map(_by_model, ("stationary", "in turn"))
-    eplb = f"{_times_as_fast(changing, 'eplb', 'staying')} times as fast as EPLB"
-    lplb = f"LPLB is {_times_as_fast(steady, 'staying', 'lplb')} times as fast"
     layer = read_document("big-models")["picture"]
-    loads = layer["before"]
-    after = [own + sum(copies) for own, copies in zip(layer["own"], layer["copies"], strict=True)]
+    loads, copies = layer["before"], layer["copies"]
+    after = list(loads)
+    for copy in copies:
+        after[copy["from"]] -= copy["assignments"]
+        after[copy["to"]] += copy["assignments"]
     before, now = (f"{len(loads) * max(ranks) / sum(loads):.2f}" for ranks in (loads, after))
+    sampled = "layer {layer}, the most uneven of {sampled} sampled of {layers}".format(**layer)
     balanced = [
         sum(row["verdict"] == "balanced" for row in read_rows(f"families-{engine}"))
         for engine in ("vllm", "sglang")
     ]
     answers = read_document("soak")["seen"]["answers"]
     batches = sum(row["batches"] for row in read_document("random_batches")["results"])
-    copies = sum(map(len, layer["copies"]))
     slots, memory = _memory()
+    checks, device = (read_document(f"gpu-{name}") for name in ("checks", "device"))
     return {
-        README: [
+        _README: [
             f"{same} of {of} prompts",
             f"{before} times the mean before balancing and {now} after",
+            sampled,
             "{} and {} model families".format(*balanced),
             f"{slots} per rank for Qwen3-235B",
+            _left_alone(),
+            f"8,192 tokens at most ({predictions.gains()[0][2].split(', ')[1]} above)",
         ],
-        PAGE: [
+        _DOCS / "results.md": [
             f"all {answers:,} answers",
             f"{batches:,} random batches",
-            *_sizes(),
+            _under_load(),
             *_by_time(),
-            *_routing(),
-            f"perfect balance itself is only {_forced()} times as fast as no balancing",
+            f"{_forced()} times as fast as no balancing",
             *memory,
         ],
-        PAGE.with_name("choosing.md"): [eplb, lplb, f"{slots} per rank for Qwen3-235B"],
-        PAGE.with_name("how-it-works.md"): [
+        _DOCS / "choosing.md": [*predictions.said_of_kept(), f"{slots} per rank for Qwen3-235B"],
+        _DOCS / "how-it-works.md": [
             f"rank {loads.index(max(loads))} {before} times the mean",
-            f"{_WORDS[copies]} copies",
+            f"{_WORDS[len(copies)]} copies",
+            sampled,
         ],
-        PAGE.with_name("settings.md"): [_samples_cost()],
-        PAGE.with_name("gpus.md"): [f"in {len(read_document('gpu-checks')['checks'])} checks"],
-        PAGE.parent / "dev" / "measurements.md": _routing(),
+        _DOCS / "settings.md": [_samples_cost()],
+        _DOCS / "gpus.md": [
+            f"in {len(checks['checks'])} checks (commit {checks['commit']})",
+            f"commit {device['commit']}",
+        ],
+        _DOCS / "dev" / "measurements.md": _routing(),
     }
 
 
-def _sizes() -> list[str]:
-    """Of what was measured or planned."""
+def _under_load() -> str:
     vllm, sglang = (read_document(f"load-{name}")["traffic"] for name in ("vllm", "sglang"))
     lengths = [traffic["prompt_tokens"]["median"] for traffic in (vllm, sglang)]
-    return [
-        "vLLM: prompts of {:,} tokens in the median; SGLang: of {:,}".format(*lengths),
-        f"{read_document('big-models')['tokens_per_rank']:,} tokens of each rank",
-        f"{read_document('predicted')['timed_tokens_per_rank']:,} tokens on each",
-    ]
+    return "vLLM: prompts of {:,} tokens in the median; SGLang: of {:,}".format(*lengths)
+
+
+def _left_alone() -> str:
+    """What a layer that is left alone took of an H200 and of its CPU."""
+    _, alone = gpu_rows("balancer")
+    return (
+        f"{alone['graph_microseconds']:.0f} us of an H200 and {alone['host_microseconds']:.0f} us "
+        f"of its CPU with {alone['ranks']} ranks"
+    )
 
 
 def _routing() -> list[str]:
-    """The busier of two ranks, where a router is skewed and where routing was recorded."""
-    [skewed] = {
-        f"{read_document(f'{prefix}-ttft')['imbalance']['before']['mean']:.2f}"
-        for prefix in _ENGINES
-    }
-    traffic = read_document("real-routing-ttft")["imbalance"].values()
+    """The busier of two ranks, where routing was recorded."""
+    traffic = read_document(_RECORDED["serving"])["imbalance"].values()
     recorded = [each["before"] for each in traffic]
-    return [f"{skewed} times the mean", f"{min(recorded):.2f} to {max(recorded):.2f}"]
+    return [f"{min(recorded):.2f} to {max(recorded):.2f}"]
 
 
 def _forced() -> str:
     """How many times as fast forced balance is with recorded routing, from least to most."""
     found = []
-    for engine in ("", "-sglang"):
-        for row in read_rows(f"real-routing-ttft{engine}"):
+    for name in _RECORDED.values():
+        for row in read_rows(name):
             samples = row["ttft_samples"]
             found.append(estimate(list(zip(samples["off"], samples["ideal"], strict=True)))[0])
-    return _range({"min": min(found), "max": max(found)}, 2)
+    return predictions.spread({"min": min(found), "max": max(found)}, 2)
 
 
 def _samples_cost() -> str:
@@ -154,23 +173,6 @@ def _memory() -> tuple[str, list[str]]:
     return rows[0][2], [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def _by_model(traffic: str) -> dict[str, dict[str, Any]]:
-    """What was predicted of a layer in ``traffic``, by policy, planned for every batch."""
-    rows = read_document("predicted")["policies"]
-    return {row["policy"]: row for row in rows if row["traffic"] == traffic}
-
-
-def _times_as_fast(rows: Mapping[str, Any], slow: str, fast: str) -> str:
-    return f"{rows[slow]['layer_seconds'] / rows[fast]['layer_seconds']:.2f}"
-
-
-def _with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    for name, made in tables.items():
-        table_in(text, name)
-        text = with_table(text, name, made())
-    return text
-
-
 def _demo() -> str:
     """What the demo printed of the imbalance, of the first prompt length and of answers."""
     from ultraep_lab.demo.report import demo_view
@@ -188,121 +190,106 @@ def _index(lines: list[str], words: str) -> int:
 def _gains() -> str:
     """README.md's table: one row for each place, also where balancing gains nothing."""
     layers = gpu_rows("layer-qwen3")
+    commit = read_document("gpu-device")["commit"]
     rows = [
+        *predictions.gains(),
         (
-            "a layer of Qwen3-235B, made-up skews, 16 ranks in turn on one H200",
-            _slashed(f"{row['imbalance_before']:.2f}" for row in layers)
-            + f" → {max(row['imbalance_after'] for row in layers):.3f}",
-            _slashed(f"{row['speedup_with_own']:.2f}" for row in layers),
-            _slashed(f"{100 * row['of_ideal_with_own']:.0f}" for row in layers) + " %",
+            "a layer of Qwen3-235B's sizes, made-up skews, 8,192 tokens of each of 16 ranks in "
+            f"turn on one H200 (`{commit}`)",
+            _listed(f"{row['imbalance_before']:.2f}" for row in layers)
+            + f" → {max(row['imbalance_after'] for row in layers):.2f}",
+            _listed(f"{row['speedup_with_own']:.2f}" for row in layers),
+            _listed(f"{100 * row['of_ideal_with_own']:.0f}" for row in layers) + " %",
         ),
-        (
-            f"loads of {_slashed(_BIG_MODELS)} as served by others, {_RANKS} ranks",
-            _slashed(_range(row["before"], 2) for row in _big(_RANKS))
-            + f" → {max(row['quota']['max'] for row in _big(_RANKS)):.3f}",
-            "planned, not timed",
-            "",
-        ),
-        _prefill(),
-        _default_batches(),
-        _predicted(),
+        _served("prompts of 2,048, a router made to be skewed", "{}-ttft-per_layer", 2048),
         _recorded(),
-        _balanced(),
+        _served("**it loses:** prompts of 2,048, an even router", "{}-balanced", 2048),
     ]
-    return table(("where", "busiest rank over mean", "times as fast", "of ideal"), rows)
+    text = (
+        "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch; prompts: time to first "
+        "token, two CPU ranks, 95 % intervals over one server's rounds"
+    )
+    names = ("residents", "serving-ttft-per_layer", _RECORDED["serving"], "serving-balanced")
+    read = [read_document(name) for name in names]
+    head = ("where", "busiest rank over mean", "times as fast", "of ideal")
+    return conditions(text, *read) + table(head, rows)
 
 
-def _prefill() -> tuple[str, ...]:
-    documents = [read_document(f"{prefix}-ttft") for prefix in _ENGINES]
-    rows = [document["rows"][0] for document in documents]
+def _served(what: str, name: str, tokens: int) -> tuple[str, ...]:
+    """Both engines with prompts of one length."""
+    documents = [read_document(name.format(prefix)) for prefix in _ENGINES]
+    rows = [
+        next(row for row in document["rows"] if row["requested_tokens"] == tokens)
+        for document in documents
+    ]
     found = [document["imbalance"] for document in documents]
-    [tokens] = {row["prompt_tokens"] for row in rows}
+    has_ideal = "ideal" in rows[0]["ttft_samples"]
     return (
-        f"{_slashed(_ENGINES.values())}, prompts of {tokens >> 10}k, two CPU ranks, a router made "
-        "to be skewed",
-        _slashed(f"{each['before']['mean']:.2f}" for each in found)
-        + f" → {max(each['after']['mean'] for each in found):.3f}",
-        _slashed(times(*estimate(rounds(row, "off"))) for row in rows),
-        _slashed(_of_ideal(row).removesuffix(" %") for row in rows) + " %",
-    )
-
-
-def _default_batches() -> tuple[str, ...]:
-    """A layer where copies stay, in batches of the size that engines schedule by default."""
-    ranks, tokens = 8, 1024
-    [row] = [
-        row
-        for row in read_document("residents")["rows"]
-        if (row["ranks"], row["tokens"], row["traffic"]) == (ranks, tokens, "the same")
-        and row["layer"].startswith("Qwen3-235B")
-    ]
-    fast, found = row["times_as_fast"], row["imbalance"]
-    return (
-        f"a layer of Qwen3-235B as served by others, {ranks} H200s, {ranks * tokens:,} tokens a "
-        "batch, predicted",
-        f"{found['off']:.2f} → {found['staying']:.3f}",
-        f"{fast['staying']:.2f}",
-        f"{100 * fast['staying'] / fast['ideal']:.0f} %",
-    )
-
-
-def _predicted() -> tuple[str, ...]:
-    found = _by_model("stationary")
-    return (
-        "recorded routing of DeepSeek-V2-Lite, 8 H200s, predicted, slots shared / per layer",
-        f"{found['off']['imbalance']:.2f} → {found['quota']['imbalance']:.3f}",
-        " / ".join(_times_as_fast(found, "off", policy) for policy in ("quota", "staying")),
-        "",
+        f"{what}: {_listed(_ENGINES.values())}",
+        _listed(f"{each['before']['mean']:.2f}" for each in found)
+        + f" → {max(each['after']['mean'] for each in found):.2f}",
+        "; ".join(times(*estimate(rounds(row, "off"))) for row in rows),
+        "; ".join(map(_of_ideal, rows)) if has_ideal else "",
     )
 
 
 def _recorded() -> tuple[str, ...]:
-    document = read_document("real-routing-ttft")
-    row, found = document["rows"][0], document["imbalance"]["law"]
+    documents = [read_document(name) for name in _RECORDED.values()]
+    rows, found = ([document[name] for document in documents] for name in ("rows", "imbalance"))
+    before = [each["law"]["before"] for each in found]
     return (
-        "**nothing to gain:** vLLM, the same routing, two CPU ranks",
-        f"{found['before']:.2f} → {found['quota']:.3f}",
-        times(*estimate(rounds(row, "off"))),
-        _of_ideal(row),
-    )
-
-
-def _balanced() -> tuple[str, ...]:
-    document = read_document("serving-balanced")
-    row, found = document["rows"][-1], document["imbalance"]
-    before, after = (f"{found[when]['mean']:.3f}" for when in ("before", "after"))
-    [layer], (_, alone) = gpu_rows("layer-deepseek"), gpu_rows("balancer")
-    even = layer["layer_microseconds"]["ideal"]
-    kept = even / (even + alone["graph_microseconds"])
-    return (
-        "**it loses:** vLLM, two CPU ranks, an even router / an even layer of DeepSeek-V3 (H200)",
-        f"{before} → {after} / left alone",
-        f"{times(*estimate(rounds(row, 'off')))} / {kept:.3f}",
-        "",
+        "**nothing to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing, in "
+        f"{documents[0].get('dtype', 'bfloat16')}: " + _listed(_ENGINES.values()),
+        f"{max(before):.2f} → {max(each['law']['quota'] for each in found):.2f}",
+        "; ".join(times(*estimate(rounds(row[0], "off"))) for row in rows),
+        "; ".join(_of_ideal(row[0]) for row in rows),
     )
 
 
 def _of_ideal(row: Mapping[str, Any]) -> str:
-    return f"{100 * estimate(rounds(row, 'ideal'))[0]:.0f} %"
+    middle, low, high = (100 * part for part in estimate(rounds(row, "ideal")))
+    return f"{middle:.0f} % ({low:.0f}-{high:.0f})"
 
 
 def _ttft() -> str:
-    """Time to first token: every engine, traffic and prompt length."""
-    rows = []
+    """Time to first token of a skewed router with either memory of slots."""
+    rows, read = [], []
     for prefix, engine in _ENGINES.items():
-        recorded = "real-routing-ttft" + ("-sglang" if prefix == "sglang" else "")
-        for name, traffic in (
-            (f"{prefix}-ttft", "skewed"),
-            (recorded, "recorded"),
-            (f"{prefix}-balanced", "balanced"),
-        ):
-            for row in read_rows(name):
-                of = f" ({TRAFFIC[row['workload']]})" if "workload" in row else ""
+        documents = [read_document(f"{prefix}-ttft-{name}") for name in _SLOT_MEMORIES]
+        read += documents
+        for both in zip(*(document["rows"] for document in documents), strict=True):
+            [tokens] = {row["requested_tokens"] for row in both}
+            ratios = (times(*estimate(rounds(row, "off"))) for row in both)
+            rows.append((engine, f"{tokens:,}", *ratios, *map(_of_ideal, both)))
+    of_ideal = (f"of ideal, `{name}`" for name in _SLOT_MEMORIES)
+    heads = ("engine", "prompt", *(f"`{name}`" for name in _SLOT_MEMORIES), *of_ideal)
+    before = _listed(f"{document['imbalance']['before']['mean']:.2f}" for document in read[::2])
+    text = (
+        f"A made-up model of 4 MoE layers in float32, two tensor-parallel CPU ranks (AVX512), one "
+        f"prompt a batch, {read[0]['rows'][0]['rounds']} rounds; busiest rank over mean {before} "
+        "(vLLM, SGLang)"
+    )
+    return conditions(text, *read) + table(heads, rows)
+
+
+def _little() -> str:
+    """Time to first token where there is little to gain, or nothing."""
+    rows, read, dtypes = [], [], []
+    for prefix, engine in _ENGINES.items():
+        for name in (_RECORDED[prefix], f"{prefix}-balanced"):
+            read.append(read_document(name))
+            dtypes.append(read[-1].get("dtype", "bfloat16"))
+            for row in read[-1]["rows"]:
+                traffic = f"recorded, {TRAFFIC[row['workload']]}" if "workload" in row else "even"
                 ideal = _of_ideal(row) if "ideal" in row["ttft_samples"] else ""
-                length = f"{row['prompt_tokens'] / 1024:.2g}k"
                 ratio = times(*estimate(rounds(row, "off")))
-                rows.append((engine, traffic + of, length, ratio, ideal))
-    return table(("engine", "routing", "prompt", "times as fast", "of ideal"), rows)
+                rows.append((engine, traffic, f"{row['requested_tokens']:,}", ratio, ideal))
+    text = (
+        f"Two tensor-parallel CPU ranks, one prompt a batch; recorded in {dtypes[0]}, even in "
+        f"{dtypes[1]}"
+    )
+    heads = ("engine", "routing", "prompt", "times as fast", "of ideal")
+    return conditions(text, *read) + table(heads, rows)
 
 
 def _load() -> str:
@@ -363,133 +350,82 @@ def _crossing(windows: list[dict[str, Any]], limit: float) -> float:
     raise ValueError(f"{limit} s are beyond the measured rates")
 
 
-def _big_table() -> str:
-    """A row for each model and number of ranks."""
-    head = (
-        "model", "ranks", "before", "`quota`", "`eplb`", "`lplb`", "replicas",
-        "busiest link, direct → with relays", "plan",
-    )  # fmt: skip
-    rows = [
-        (
-            row["model"],
-            str(row["num_ranks"]),
-            _range(row["before"], 2),
-            *(_range(row[policy], 3) for policy in ("quota", "eplb", "lplb")),
-            _range(row["replicas"], 0),
-            f"{row['link_without_relays']['max']:.0f} → {row['link']['max']:.0f} experts",
-            f"{row['plan_microseconds']['median']:.0f} us",
-        )
-        for row in read_rows("big-models")
-    ]
-    return table(head, rows)
-
-
 def _by_time() -> list[str]:
     """How many times as fast plans by time are where ranks are not equally fast."""
     found = [row["by_count_over_by_time"] for row in read_document("speeds")["busy"]]
     return [times(ratio["median"], *ratio["interval"]) for ratio in found]
 
 
-def _kept() -> str:
-    """Imbalance and predicted time where a plan is made for every batch."""
-    cells: dict[str, list[str]] = {}
-    for row in read_document("predicted")["policies"]:
-        shown = f"{row['imbalance']:.3f}, {1e3 * row['layer_seconds']:.2f} ms"
-        cells.setdefault(row["policy"], []).append(shown)
-    rows = ((f"`{policy}`", *shown) for policy, shown in cells.items())
-    return table(("policy", "steady traffic", "two kinds in turn"), rows)
-
-
-def _memories() -> str:
-    """Time to first token with either memory of slots, by engine and prompt length."""
-    rows = []
-    for prefix, engine in _ENGINES.items():
-        documents = (read_rows(f"{prefix}-ttft-{name}") for name in _SLOT_MEMORIES)
-        for both in zip(*documents, strict=True):
-            [tokens] = {row["requested_tokens"] for row in both}
-            ratios = (times(*estimate(rounds(row, "off"))) for row in both)
-            ideal = _slashed(_of_ideal(row).removesuffix(" %") for row in both)
-            rows.append((engine, f"{tokens:,}", *ratios, f"{ideal} %"))
-    heads = ("engine", "prompt", *(f"`{name}`" for name in _SLOT_MEMORIES), "of ideal")
-    return table(heads, rows)
-
-
-def _staying() -> str:
-    """Predicted times as fast where copies stay, by layer, ranks and tokens, then by traffic."""
-    cells: dict[str, dict[str, list[str]]] = {}
-    names = ("ideal", "staying", "afresh", "lplb", "eplb")
-    for row in read_document("residents")["rows"]:
-        if row["ranks"] != 16 and row["traffic"] in _SHOWN:
-            model = "-".join(row["layer"].split("-")[:2])
-            where = f"{model}, {row['ranks']} ranks, {row['tokens']:,} tokens of each"
-            found = cells.setdefault(where, {})
-            for name in names:
-                found.setdefault(name, []).append(f"{row['times_as_fast'][name]:.2f}")
-            copies = f"{row['copies']['staying']:.1f} of {row['copies']['afresh']:.0f}"
-            found.setdefault("copies", []).append(copies)
-    rows = ((where, *map(" / ".join, found.values())) for where, found in cells.items())
-    return table(("layer", *(f"`{name}`" for name in names), "copies of a batch"), rows)
-
-
 def _tokens() -> str:
     """Prompts whose greedy tokens are the same with balancing on and off."""
-    rows = []
-    for prefix, engine in _ENGINES.items():
+    rows, read = [], [read_document(f"{prefix}-tokens") for prefix in _ENGINES]
+    for document, engine in zip(read, _ENGINES.values(), strict=True):
         for dtype in ("float32", "bfloat16"):
-            found = [row for row in read_rows(f"{prefix}-tokens") if row["dtype"] == dtype]
+            found = [row for row in document["rows"] if row["dtype"] == dtype]
             same, of = (sum(row[name] for row in found) for name in ("identical", "prompts"))
             rows.append((f"{engine}, {dtype}", f"{same} of {of}"))
-    return table(("", "prompts with the same tokens"), rows)
+    text = "Greedy tokens of the demo's made-up model, on against off, two CPU ranks"
+    return conditions(text, *read) + table(("", "prompts with the same tokens"), rows)
 
 
 def _stages() -> str:
-    """UltraEP's published times beside ours, 64 ranks and 256 experts."""
-    found: dict[str, list[float]] = {"plan": [], "count + reroute": []}
+    """All that UltraEP publishes of its kernels beside ours."""
+    found: dict[str, list[str]] = {"plan": [], "count + reroute": []}
     for row in gpu_rows("routing"):
-        size = row["ranks"], row["experts"], row.get("tokens_per_rank", 8192), row.get("slots", 2)
+        size = row["ranks"], row["experts"], row.get("tokens_per_rank"), row.get("slots")
         if size == (64, 256, 8192, 2) and row["what"] in found:
-            found[row["what"]].append(row["graph_microseconds"])
-    ranges = {name: {"min": min(took), "max": max(took)} for name, took in found.items()}
-    ours = {name: f"{_range(took, 0)} us" for name, took in ranges.items()}
-    rows = [
-        ("plan", "67 to 78 us", ours["plan"]),
-        ("reroute", "36 to 39 us", f"{ours['count + reroute']}, with the count"),
-    ]
-    return table(("64 ranks, 256 experts", "UltraEP, as published", "here, on one H200"), rows)
+            found[row["what"]].append(f"{row['graph_microseconds']:.0f}")
+    plan, reroute = (f"{_listed(found[name])} us" for name in found)
+    [layer] = gpu_rows("layer-deepseek")
+    [sends] = [row for row in gpu_rows("senders") if row["what"] == "32 senders"]
+    inside = layer["own_microseconds"]["replicate"]
+    ours = (
+        f"1.51 / {layer['imbalance_before']:.2f} / 3.03 → {layer['imbalance_after']:.3f}",
+        plan,
+        f"{reroute}, with the count",
+        f"at 2.01: {inside:.0f} us in one GPU's memory, "
+        f"{layer['replicate_over_link_microseconds']:.0f} us over an assumed NVLink of an H200",
+        "not measured",
+        f"{sends['gigabytes_per_second']:.0f} GB/s, in one GPU's memory",
+        "no training",
+        f"at 2.01: {layer['replicas']} in all",
+    )
+    published = zip(_PUBLISHED.items(), ours, strict=True)
+    rows = ((what, theirs, own) for (what, theirs), own in published)
+    text = (
+        "64 ranks, 256 experts, 8,192 tokens of each, top 8, BF16, 2 slots; UltraEP at commit "
+        f"`{_ULTRAEP}` with experts of 36 MiB on 64 GPUs, ours with 84 MiB on one H200 that played "
+        "all ranks"
+    )
+    head = ("", "UltraEP, as published", "here")
+    return conditions(text, read_document("gpu-device")) + table(head, rows)
 
 
-def _big(num_ranks: int) -> list[dict[str, Any]]:
-    rows = [row for row in read_rows("big-models") if row["num_ranks"] == num_ranks]
-    return sorted(rows, key=lambda row: _BIG_MODELS.index(row["model"]))
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(parts)
 
 
-def _slashed(parts: Any) -> str:
-    return " / ".join(parts)
-
-
-def _range(found: Mapping[str, float], digits: int) -> str:
-    least, most = (f"{found[name]:.{digits}f}" for name in ("min", "max"))
-    return least if least == most else f"{least} to {most}"
-
-
-_SHOWN = ("the same", "jitter 0.5", "two kinds, blocks of 8")
-
-_TABLES: Mapping[str, Callable[[], str]] = {
-    "ttft": _ttft,
-    "load": _load,
-    "big-models": _big_table,
-    "kept": _kept,
-    "staying": _staying,
-    "memories": _memories,
-    "tokens": _tokens,
-    "stages": _stages,
+_Tables = Mapping[str, Callable[[], str]]
+PAGES: Mapping[Path, _Tables] = {
+    _README: {"gains": _gains},
+    _DOCS / "choosing.md": {"expect": predictions.expect},
+    _DOCS / "results.md": {
+        "ttft": _ttft,
+        "little": _little,
+        "load": _load,
+        "peers": predictions.peers,
+        "kept": predictions.kept,
+        "big-models": predictions.large_models,
+        "stages": _stages,
+        "tokens": _tokens,
+    },
 }
 
 
 def main() -> None:
-    """Write both."""
-    for path, updated in ((README, readme), (PAGE, results)):
-        path.write_text(updated(path.read_text()))
+    """Write all of them."""
+    for path in PAGES:
+        path.write_text(updated(path))
 
 
 if __name__ == "__main__":

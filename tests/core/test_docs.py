@@ -22,7 +22,7 @@ CODE = (ROOT / "ultraep_serve", ROOT / "kernels", ROOT / "benchmarks" / "ultraep
 CHANGELOG = ROOT / "CHANGELOG.md"
 OTHERS = [ROOT / folder / "README.md" for folder in ("deploy", "benchmarks")]
 PAGES = [README, CHANGELOG, *OTHERS, *sorted(DOCS.rglob("*.md"))]
-MADE_BY_USERS = {"deploy/.env", "check-gpu.json"}
+MADE_BY_USERS = {"deploy/.env", "check-gpu.json", "check-gpu.md"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
 _FILE = re.compile(r"[\w.-][\w./-]*\.(?:py|md|js|html|json|yaml|yml|toml|png|svg)")
@@ -166,8 +166,8 @@ def test_the_releases_of_engines_are_those_of_the_last_run() -> None:
 
 def test_the_page_on_gpus_shows_what_was_measured_on_one() -> None:
     page, remedy = gpu_page.PAGE.read_text(), "run `python -m docs.generate.gpus`"
-    assert table_in(page, gpu_page.LAYERS) == gpu_page.layers(), remedy
-    assert table_in(page, gpu_page.STAGES) == gpu_page.stages(), remedy
+    for name, made in gpu_page.TABLES.items():
+        assert table_in(page, name) == made(), remedy
 
 
 @pytest.mark.parametrize("page", samples.PAGES, ids=lambda page: page.name)
@@ -208,9 +208,8 @@ def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
         pytest.importorskip(package, reason="the client's packages are not installed")
     from docs.generate import results
 
-    for path, updated in ((results.README, results.readme), (results.PAGE, results.results)):
-        text = path.read_text()
-        assert updated(text) == text, f"run `python -m {updated.__module__}`"
+    for path in results.PAGES:
+        assert results.updated(path) == path.read_text(), f"run `python -m {results.__name__}`"
     for path, said in results.statements().items():
         text = " ".join(path.read_text().split())
         assert not [words for words in said if words not in text], path

@@ -27,6 +27,8 @@ ROWS = {
     "layer-qwen3": ["layer of nothing real"],
     "stream": ["stream, relay never", "stream, relay always"],
     "layer-deepseek": ["layer of nothing real"],
+    "layer-demo": ["layer of nothing real"],
+    "layer-sheet": ["layer of nothing real"],
     "balancer": ["balancer", "layer that is left alone"],
     "senders": ["1 senders", "2 senders"],
     "exchange": ["exchange"],

@@ -1,16 +1,27 @@
 """Command lines of the engines' own guides: of each, ``docs/recipes.md`` says what comes."""
 
+import re
+import shlex
 from types import ModuleType
 
 import pytest
 
 from tests.support.engine_flags import run_reader
-from tests.support.published_lines import ROWS, Row
+from tests.support.published_lines import PAGE, ROWS, Row
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher import engine, sglang, vllm
 from ultraep_serve.launcher.engine import read_flags
 
+ROOT = PAGE.parents[1]
+OUR_PAGES = [ROOT / "README.md", *(PAGE.with_name(f"{name}.md") for name in ("choosing", "gpus"))]
+OUR_LINES = {
+    found.replace("\\\n", " ")
+    for page in OUR_PAGES
+    for found in re.findall(
+        r"^ultraep-serve ((?:vllm|sglang) \w[\w.-]*/(?:.*\\\n)*.*)$", page.read_text(), re.MULTILINE
+    )
+}
 LAUNCHERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
 
 
@@ -49,3 +60,17 @@ def test_lines_are_of_both_engines_and_of_one_host_and_two() -> None:
     assert {row.engine for row in ROWS} == {*LAUNCHERS}
     ranks = [LAUNCHERS[row.engine].count_ranks(read_flags(row.engine, row.words)) for row in ROWS]
     assert {(8, 8), (16, 8)} <= {(count.total, count.here) for count in ranks}
+
+
+@pytest.mark.parametrize("line", sorted(OUR_LINES))
+def test_lines_that_our_own_pages_print_are_accepted(line: str) -> None:
+    engine, model, *words = shlex.split(line)
+    more = ["--device", "cuda"] if engine == "sglang" else []
+    row = Row("", f"{engine} serve", "accepted", "")
+    assert not refusal(row, ["--model", model, *words, *more])
+
+
+def test_both_engines_have_a_line_that_gives_each_of_eight_ranks_a_batch() -> None:
+    assert {line.split()[0] for line in OUR_LINES} == {*LAUNCHERS}
+    sizes = r"--max-num-batched-tokens 8192|--chunked-prefill-size 65536"
+    assert all(re.search(sizes, line) for line in OUR_LINES)

