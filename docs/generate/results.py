@@ -7,7 +7,6 @@ Every comparison is a ratio, "times as fast": above 1 balancing is faster.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _README = _ROOT / "README.md"
 _DOCS = _ROOT / "docs"
 _SLOT_MEMORIES = "per_layer", "shared"
+_LOADED = {"vllm": "vLLM", "sglang": "SGLang"}  # by parts of under-load.json
 _ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
 _RECORDED = {"serving": "real-routing-ttft", "sglang": "real-routing-ttft-sglang"}
 _DEMO = re.compile(r"^  Load of the busiest rank.*? at most$", re.MULTILINE | re.DOTALL)
@@ -97,7 +97,7 @@ def statements() -> dict[Path, list[str]]:
         _DOCS / "results.md": [
             f"all {answers:,} answers",
             f"{batches:,} random batches",
-            _under_load(),
+            _traffic(),
             *_by_time(),
             f"{_forced()} times as fast as no balancing",
             *memory,
@@ -117,10 +117,15 @@ def statements() -> dict[Path, list[str]]:
     }
 
 
-def _under_load() -> str:
-    vllm, sglang = (read_document(f"load-{name}")["traffic"] for name in ("vllm", "sglang"))
-    lengths = [traffic["prompt_tokens"]["median"] for traffic in (vllm, sglang)]
-    return "vLLM: prompts of {:,} tokens in the median; SGLang: of {:,}".format(*lengths)
+def _traffic() -> str:
+    """What load generators send to both engines."""
+    sent = read_document("under-load")["vllm"]["traffic"]
+    agents, alone = sent["agents"], sent["open"]
+    return (
+        f"{agents['clients']} clients whose requests share a prefix of {agents['shared_tokens']:,} "
+        f"tokens and have {agents['own_tokens']} of their own; others have "
+        f"{alone['median_tokens']:,} in the median"
+    )
 
 
 def _left_alone() -> str:
@@ -293,61 +298,26 @@ def _little() -> str:
 
 
 def _load() -> str:
-    """Under load, at the middle of the rates that were measured."""
-    vllm, sglang = read_document("load-vllm"), read_document("load-sglang")
-    ttft = "mean time to first token", "ttft_mean_seconds"
-    token = "mean time between tokens of a request, P99 over them", "itl_p99_seconds"
-    rows = [
-        ("vLLM", "4 requests/s", *_at_rate(vllm, 4.0, ttft, "off")),
-        ("vLLM", "4 requests/s", *_at_rate(vllm, 4.0, token, "off")),
-        ("vLLM", "0.5 s of " + ttft[0], "requests/s", "off", _more_requests(vllm, 0.5)),
-        ("SGLang", "3 requests/s", *_at_rate(sglang, 3.0, ttft, "off")),
-        ("SGLang", "3 requests/s", *_at_rate(sglang, 3.0, ttft, "sglang-eplb", "its EPLB")),
-        ("SGLang", "3 requests/s", *_at_rate(sglang, 3.0, token, "off")),
-    ]
-    return table(("engine", "at", "what", "against", "times as good"), rows)
+    """Of the engines' own load generators, what balancing makes better."""
+    document, cells = read_document("under-load"), []
+    for engine, called in _LOADED.items():
+        rows = document[engine]["rows"]
+        for rate in dict.fromkeys(row["rate"] for row in rows):
+            off, quota = (
+                [row for row in rows if (row["rate"], row["policy"]) == (rate, policy)]
+                for policy in ("off", "quota")
+            )
+            traffic = "agents" if rate is None else f"{rate} requests/s"
+            waits = (_better(off, quota, key) for key in ("mean_ttft_ms", "mean_tpot_ms"))
+            cells.append((called, traffic, _better(quota, off, "request_throughput"), *waits))
+    head = "engine", "traffic", "requests/s", "time to first token", "time per later token"
+    text = "Times as good as `off`; the demo's model in float32, two CPU ranks"
+    return conditions(text, document) + table(head, cells)
 
 
-def _windows(document: Mapping[str, Any], contender: str) -> list[list[dict[str, Any]]]:
-    """Of one contender, by repeat, in the order of rates."""
-    windows = [w for w in document["windows"] if w["contender"] == contender]
-    repeats = sorted({window["repeat"] for window in windows})
-    in_order = sorted(windows, key=lambda window: float(window["rate"]))
-    return [[w for w in in_order if w["repeat"] == repeat] for repeat in repeats]
-
-
-def _at_rate(
-    document: Mapping[str, Any], rate: float, figure: tuple[str, str], base: str, called: str = ""
-) -> tuple[str, str, str]:
-    """What a figure is, ``base``, and how many times as fast ``quota`` is as that at one rate."""
-    said, key = figure
-    others, ours = (
-        [w[key] for windows in _windows(document, name) for w in windows if w["rate"] == rate]
-        for name in (base, "quota")
-    )
-    return said, called or base, times(*estimate(list(zip(others, ours, strict=True))))
-
-
-def _more_requests(document: Mapping[str, Any], limit: float) -> str:
-    """How many times the requests/s of ``off`` ``quota`` serves within ``limit`` seconds."""
-    ours, others = (
-        [_crossing(windows, limit) for windows in _windows(document, name)]
-        for name in ("quota", "off")
-    )
-    return times(*estimate(list(zip(ours, others, strict=True))))
-
-
-def _crossing(windows: list[dict[str, Any]], limit: float) -> float:
-    """The rate at which the mean time to first token passes ``limit``, on a straight line.
-
-    Raises ValueError where that is outside the rates that were measured.
-    """
-    for one, other in pairwise(windows):
-        low, high = one["ttft_mean_seconds"], other["ttft_mean_seconds"]
-        if low <= limit < high:
-            part = (limit - low) / (high - low)
-            return float(one["rate"] + part * (other["rate"] - one["rate"]))
-    raise ValueError(f"{limit} s are beyond the measured rates")
+def _better(more: list[dict[str, Any]], less: list[dict[str, Any]], key: str) -> str:
+    pairs = [(one[key], other[key]) for one, other in zip(more, less, strict=True)]
+    return times(*estimate(pairs))
 
 
 def _by_time() -> list[str]:
