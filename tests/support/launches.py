@@ -31,7 +31,7 @@ from tests.support.mirror import FakeRecorder, bare_config, mirrored_balancer
 from tests.support.offline import Launch, recorded_launches
 from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup, row_width
-from ultraep_serve.balance.cuda import micro_batch, recording, timing
+from ultraep_serve.balance.cuda import micro_batch, pages, timing
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.micro_batch import SideStream
@@ -267,7 +267,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
         prepared_launches(nothing),
         _one_thread(),
         mock.patch.object(recorder, "record_batch", ring.record_batch),
-        mock.patch.object(recording, "new_mark", side_effect=lambda _: timing.new_mark(device)),
+        mock.patch.object(pages, "new_mark", side_effect=lambda _: timing.new_mark(device)),
         mock.patch.object(micro_batch, "SideStream", side_effect=lambda _: SideStream(device)),
     ):
         balancer = recorded_balancer(recorder, shape, MANY)
