@@ -200,11 +200,11 @@ def _gains() -> str:
         *predictions.gains(),
         (
             "a layer of Qwen3-235B's sizes, made-up skews, 8,192 tokens of each of 16 ranks in "
-            f"turn on one H200 (`{commit}`)",
+            f"turn on one H200, NVLink assumed (`{commit}`)",
             _listed(f"{row['imbalance_before']:.2f}" for row in layers)
             + f" → {max(row['imbalance_after'] for row in layers):.2f}",
-            _listed(f"{row['speedup_with_own']:.2f}" for row in layers),
-            _listed(f"{100 * row['of_ideal_with_own']:.0f}" for row in layers) + " %",
+            _listed(f"{row['speedup_with_own_over_link']:.2f}" for row in layers),
+            _listed(f"{100 * row['of_ideal_with_own_over_link']:.0f}" for row in layers) + " %",
         ),
         _served("prompts of 2,048, a router made to be skewed", "{}-ttft-per_layer", 2048),
         _recorded(),

@@ -8,9 +8,11 @@ An output is the block of code behind ``<!-- sample NAME -->``.
 import contextlib
 import io
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 from docs.generate.figures import printed, read_document
 from docs.generate.reference import DOCS
@@ -43,8 +45,8 @@ def _verdict(commands: list[str]) -> str:
     """What a page's commands about a made-up trace end with; they need no server."""
     from ultraep_serve.cli import main
 
-    out = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(out):
+    out, wide = io.StringIO(), patch.dict(os.environ, COLUMNS="200")
+    with wide, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(out):
         for command in commands:
             words = command.replace("synthetic.npz", str(Path(folder) / "synthetic.npz")).split()
             with contextlib.suppress(SystemExit):
