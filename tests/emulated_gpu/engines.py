@@ -15,7 +15,6 @@ __all__ = ["Engine", "Way", "start"]
 CONTEXT, CHUNK, MOST_SEQUENCES, CACHE_TOKENS = 2048, 160, 16, 8192  # prefill is cut into chunks
 TYPE = "float32"  # in bfloat16 the two likeliest tokens are often equally likely
 VLLM = {
-    "dtype": TYPE,
     "max_model_len": CONTEXT,
     "max_num_seqs": MOST_SEQUENCES,
     "max_num_batched_tokens": CHUNK,
@@ -41,6 +40,14 @@ SGLANG = {
     "moe_runner_backend": "triton",
     "sampling_backend": "pytorch",
 }
+KERNELS = {  # vLLM's --moe-backend, by the format of experts: those that have references
+    **dict.fromkeys(("fp8", "fp8-tensor", "int8"), "triton"),
+    **dict.fromkeys(("int4", "awq", "mxfp4", "nvfp4"), "marlin"),
+}
+WITH = {  # dispatches that have kernels of their own; the megakernel dispatches itself
+    "flashinfer_nvlink_one_sided": "flashinfer_cutlass",
+    "passthrough": "flashinfer_moe_ep_cutedsl",
+}
 Tokens = list[list[int]]  # of each prompt
 
 
@@ -55,7 +62,9 @@ class Way:
     ranks: int = 2
     mistakes: Sequence[str] = ()
     dispatch: str = ""  # vLLM's --all2all-backend, through a reference of its library
+    domain_size: int = 0  # ranks that weights move between; 0: all
     slot_memory: str = "auto"  # of each layer's own, because there is memory for them
+    format: str = ""  # of experts, one of ``KERNELS``
     may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
 
     @property
@@ -63,14 +72,16 @@ class Way:
         runner = f", V{self.runner} runner" if self.engine == "vllm" else ""
         batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
         ways = f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
+        ways += f", domains of {self.domain_size}" if self.domain_size else ""
         ways += ", shared slots" if self.slot_memory == "shared" else ""
         layout = " (rows as sent)" if self.may_capture else ""
+        ways += f", experts in {self.format}" if self.format else ""
         return f"{ways}, {self.dispatch}{layout}" if self.dispatch else ways
 
     @property
     def dtype(self) -> str:
-        """The libraries combine in bfloat16."""
-        return "bfloat16" if self.dispatch else TYPE
+        """The libraries combine in bfloat16, and vLLM has no kernels of formats for float32."""
+        return "bfloat16" if self.dispatch or self.format else TYPE
 
     @property
     def processes(self) -> int:
@@ -78,9 +89,13 @@ class Way:
         return self.ranks if (self.engine, self.parallel) == ("vllm", "data") else 1
 
     @property
-    def hidden_size(self) -> int:
-        """With DeepEP a number of 512 bytes."""
-        return 256 if self.dispatch else 128
+    def sizes(self) -> dict[str, int]:
+        """Of the model: with DeepEP a number of 512 bytes, with formats several groups a row.
+
+        vLLM takes an expert that is one group wide for one that has one scale a row (Marlin).
+        """
+        hidden = {"hidden_size": 256 if self.dispatch else 128}
+        return {"hidden_size": 256, "moe_intermediate_size": 256} if self.format else hidden
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
@@ -117,10 +132,9 @@ class _Vllm:
             own = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
         own["tensor_parallel_size"] = way.ranks if way.parallel == "tensor" else 1
         if way.dispatch:
-            one_sided = way.dispatch == "flashinfer_nvlink_one_sided"
-            own |= {"all2all_backend": way.dispatch, "dtype": way.dtype}
-            own["moe_backend"] = "flashinfer_cutlass" if one_sided else "auto"
-        own = {**VLLM, **own, "additional_config": {"ultraep": settings}}
+            own["all2all_backend"] = way.dispatch
+        own["moe_backend"] = WITH.get(way.dispatch) or KERNELS.get(way.format, "auto")
+        own = {**VLLM, "dtype": way.dtype, **own, "additional_config": {"ultraep": settings}}
         self._engine = LLM(model, **own)
 
     def generate(self, prompts: Tokens, number: int) -> Tokens:

@@ -9,8 +9,9 @@ answers the same prompts balanced, with each of ``mistakes`` if there it makes t
 and with policy off. All layers of all prefill batches are sampled. Tokens must all be those of
 transformers, and samples must fail where a mistake is made and nowhere else.
 
-DeepEP and FlashInfer combine in bfloat16. There the prompts are those of many whose next tokens are
-likelier than all others by most, by transformers in float32, so that rounding does not choose.
+DeepEP and FlashInfer combine in bfloat16, and experts in formats compute in it. There the prompts
+are those of many whose next tokens are likelier than all others by most, by transformers in
+float32, so that rounding does not choose. transformers is given what a format's weights stand for.
 """
 
 import json
@@ -32,7 +33,7 @@ import torch  # noqa: E402
 from engine import NOT_FORKED, wait_for_all  # noqa: E402
 from report import Report  # noqa: E402
 
-from tests.emulated_gpu.engines import Way, start  # noqa: E402
+from tests.emulated_gpu.engines import TYPE, Way, start  # noqa: E402
 from tests.emulated_gpu.libraries.check_collectives import check_collectives  # noqa: E402
 from tests.emulated_gpu.mistakes import FOUND_BY, PLACE  # noqa: E402
 from tests.emulated_gpu.operators.samples import check_operators  # noqa: E402
@@ -42,6 +43,7 @@ from tests.emulated_gpu.references.check import (  # noqa: E402
     check_marlin,
     check_sglangs_attention,
 )
+from tests.support.quantised import dequantise, quantise  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
 from tests.support.ways_to_start import SETTINGS, balanced_layers  # noqa: E402
 from ultraep_lab.demo.models import make_model  # noqa: E402
@@ -93,21 +95,27 @@ def main() -> None:
         report.run("vllm's experts", check_experts)
         report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        asked: dict[int, tuple[Path, Path]] = {}
+        asked: dict[tuple[str, str], tuple[Path, Path]] = {}
         for way in chosen:
-            if way.hidden_size not in asked:
-                asked[way.hidden_size] = make_questions(Path(folder, str(way.hidden_size)), way)
-            report.run(way.name, check, *asked[way.hidden_size], way)
+            model = way.dtype, way.format
+            if model not in asked:
+                asked[model] = make_questions(Path(folder, "-".join(model)), way)
+            report.run(way.name, check, *asked[model], way)
     sys.exit(not report.all_passed)
 
 
 def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
     """A model, and a file of prompts with their answers."""
-    spec = replace(tiny_qwen3(), head_dim=64, hidden_size=way.hidden_size)  # 4 heads
+    spec = replace(tiny_qwen3(), head_dim=64, **way.sizes)  # 4 heads
     model, expected = make_model(folder / "model", spec), folder / "expected.json"
-    answers = by_transformers(model, *((POOL, FEWER_TOKENS) if way.dispatch else SIZES))
+    plain = model
+    if way.format:
+        model = quantise(plain, folder / "quantised", way.format)
+        plain = dequantise(model, folder / "dequantised", way.format)
+    is_rounded = way.dtype != TYPE
+    answers = by_transformers(plain, *((POOL, FEWER_TOKENS) if is_rounded else SIZES))
     decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
-    expected.write_text(json.dumps(decided if way.dispatch else answers))
+    expected.write_text(json.dumps(decided if is_rounded else answers))
     return model, expected
 
 
@@ -194,10 +202,10 @@ class Asked:
 
     def __init__(self, model: str, expected: Path, run: Path, way: Way) -> None:
         self._expected, self._run = json.loads(expected.read_text()), run
+        self._domain_size = way.domain_size
         self._rings = [run / f"ring-{rank}" for rank in range(way.ranks)]
-        self._engine = start(
-            model, way, {**CHECKED, "slot_memory": way.slot_memory, "run_dir": str(run)}
-        )
+        own = {"slot_memory": way.slot_memory, "domain_size": way.domain_size}
+        self._engine = start(model, way, {**CHECKED, **own, "run_dir": str(run)})
         self.end = self._engine.end
 
     def same(self) -> int:
@@ -213,7 +221,7 @@ class Asked:
         samples = verification_of(headers, is_off=False)
         by_check = {name: count.layers for name, count in samples.by_check.items()}
         return {
-            "imbalance_by_layer": balanced_layers(self._run),
+            "imbalance_by_layer": balanced_layers(self._run, self._domain_size),
             "self_check": self_check_of(headers).result,
             "samples": {"layers": samples.layers, "failures": samples.failures, **by_check},
         }

@@ -32,7 +32,7 @@ MODEL = SimpleNamespace(model="some/model", architectures=["Some"], hf_config=QU
 def config_of_checkpoint(scheme: str, left_alone: list[str]) -> Any:
     """vLLM's configuration of a checkpoint with experts in ``scheme``."""
     config = vllm_layers.engine_config(0, 2, "allgather_reducescatter", NAMES)
-    settings = SCHEMES[scheme][1](left_alone)
+    settings = SCHEMES[scheme].config(left_alone)
     found = get_quantization_config(settings["quant_method"]).from_config(settings)
     object.__setattr__(config, "quant_config", found)
     object.__setattr__(config, "model_config", MODEL)

@@ -117,7 +117,7 @@ def compute_case(case: Case, rank: int, run_dir: str) -> list[dict[str, Any]]:
 def make_layer(case: Case, rank: int, config: Any, name: str) -> Any:
     quant_config = None
     if case.scheme:
-        settings = SCHEMES[case.scheme][1]([])
+        settings = SCHEMES[case.scheme].config([])
         method = settings["quant_method"]
         quant_config = get_quantization_config(method).from_config(settings)
     return vllm_layers.build_layer(
@@ -149,7 +149,8 @@ def stored(case: Case, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         return weights
     found = {}
     for name in ("w13", "w2"):
-        parts = [SCHEMES[case.scheme][0](matrix) for matrix in weights[f"{name}_weight"]]
+        write = SCHEMES[case.scheme].write
+        parts = [write(matrix, matrix.abs().max()) for matrix in weights[f"{name}_weight"]]
         for suffix in parts[0]:
             found[f"{name}_{suffix}"] = torch.stack([part[suffix] for part in parts])
     return found

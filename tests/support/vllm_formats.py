@@ -141,7 +141,7 @@ def _flashinfer() -> dict[str, dict[str, Any]]:
 
 def _packed(scheme: str) -> CompressedTensorsConfig:
     """compressed-tensors' configuration of a scheme that ``tests.support.quantised`` writes."""
-    return CompressedTensorsConfig.from_config(SCHEMES[scheme][1]([]))
+    return CompressedTensorsConfig.from_config(SCHEMES[scheme].config([]))
 
 
 def _nvfp4_packed() -> CompressedTensorsConfig:

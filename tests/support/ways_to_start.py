@@ -119,15 +119,21 @@ def on_and_off(ask: Callable[[], Texts]) -> dict[str, Any]:
     return {"on": on, "off": ask(), "layers": balanced, "run_dir": str(run_path)}
 
 
-def balanced_layers(run_path: Path) -> dict[int, list[float]]:
-    """Largest imbalance before and after, by layer, of the planned batches of rank 0."""
+def balanced_layers(run_path: Path, domain_size: int = 0) -> dict[int, list[float]]:
+    """Largest imbalance before and after, by layer, of the planned batches of rank 0.
+
+    With domains over the floor, which is that of the domains as a whole.
+    """
     records = RingReader(run_path / "ring-0").poll().records
     planned = records[records["decision"] == Decision.PLANNED]
     found: dict[int, list[float]] = {}
     for layer in np.unique(planned["layer"]).tolist():
         loads = planned[planned["layer"] == layer]
-        both = (loads[name] for name in ("load_before", "load_after"))
-        found[layer] = [float((load.max(1) / load.mean(1)).max()) for load in both]
+        before = loads["load_before"]
+        domains = before.reshape(len(loads), -1, domain_size or before.shape[1])
+        floor = domains.mean(2).max(1)
+        both = before, loads["load_after"]
+        found[layer] = [float((load.max(1) / floor).max()) for load in both]
     return found
 
 

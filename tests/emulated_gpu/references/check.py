@@ -165,34 +165,31 @@ def check_marlin() -> dict[str, Any]:
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
-    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_zero_points
     from vllm.scalar_type import scalar_types
 
     size_k, size_n, errors, dtype = 256, 128, {}, torch.bfloat16
     x = _random(TOKENS, size_k, dtype=dtype, seed=1)
-    codes = torch.randint(0, 16, (size_k, size_n), generator=torch.Generator().manual_seed(2))
-    words = sum(codes[n::8].long() << 4 * n for n in range(8))
-    packed = torch.where(words >= 2**31, words - 2**32, words).int().cuda()
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (size_k, size_n), generator=generator)
+    zeros = torch.randint(0, 16, (2, size_n), generator=generator)
+    packed = torch.stack([codes[n::8].int() << 4 * n for n in range(8)]).sum(0).int()
     fp4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     fp4 = torch.cat([fp4, -fp4])[codes]
-    weight = _custom_ops.gptq_marlin_repack(packed, size_k, size_n, 4)
+    weight = _custom_ops.gptq_marlin_repack(packed.cuda(), size_k, size_n, 4)
+    ids = torch.zeros(TOKENS, 1, dtype=torch.int32, device="cuda")
+    sizes = {"size_m": TOKENS, "size_n": size_n, "size_k": size_k, "top_k": 1, "moe_block_size": 8}
+    call = dict.fromkeys(("mul_topk_weights", "use_atomic_add", "is_zp_float"), False)
     for name, group, kind, plain in (
         ("int4", 128, scalar_types.uint4b8, codes.float() - 8),
+        ("awq", 128, scalar_types.uint4, codes.float() - zeros.repeat_interleave(128, 0)),
         ("mxfp4", 32, scalar_types.float4_e2m1f, fp4),
         ("nvfp4", 16, scalar_types.float4_e2m1f, fp4),
     ):
-        generator = torch.Generator().manual_seed(3)
         powers = torch.randint(-3, 3, (size_k // group, size_n), generator=generator)
         scales = 2.0**powers * (1 if name == "mxfp4" else 1.5)
-        prepared = marlin_utils.marlin_permute_scales(scales.to(dtype), size_k, size_n, group)
-        whole = torch.ones(1)
-        if name == "mxfp4":
-            prepared = marlin_utils_fp4.mxfp4_marlin_process_scales(prepared)
-        if name == "nvfp4":
-            prepared, factor = marlin_utils_fp4.nvfp4_marlin_process_scales(prepared, None, dtype)
-            whole = torch.tensor([0.25])
-            given = marlin_utils_fp4.nvfp4_marlin_process_global_scale(whole.to(dtype)) / factor
-        ids = torch.zeros(TOKENS, 1, dtype=torch.int32, device="cuda")
+        prepared, whole, factor = _marlin_scales(name, scales.to(dtype), size_k)
+        of_zeros = marlin_zero_points(zeros, 2, size_n, 4)[None].cuda()
         found = _custom_ops.moe_wna16_marlin_gemm(
             x.cuda(),
             None,
@@ -200,25 +197,37 @@ def check_marlin() -> dict[str, Any]:
             None,
             prepared[None].cuda(),
             None,
-            given.cuda() if name == "nvfp4" else None,
-            None,
+            whole,
+            of_zeros if name == "awq" else None,
             torch.zeros(1, dtype=torch.int32, device="cuda"),
             *moe_align_block_size(ids, 8, 1),
             torch.ones(TOKENS, 1, device="cuda"),
-            moe_block_size=8,
-            top_k=1,
-            mul_topk_weights=False,
             b_q_type=kind,
-            size_m=TOKENS,
-            size_n=size_n,
-            size_k=size_k,
-            use_atomic_add=False,
             use_fp32_reduce=True,
-            is_zp_float=False,
+            **sizes,
+            **call,
         )
-        expected = x.float() @ (plain * scales.repeat_interleave(group, 0) * whole)
+        expected = x.float() @ (plain * scales.repeat_interleave(group, 0) * factor)
         errors[name] = _error(found, expected, dtype)
     return {"largest_errors": errors}
+
+
+def _marlin_scales(
+    name: str, scales: torch.Tensor, size_k: int
+) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    """Scales (G, N) as the kernel takes them, those of NVFP4 with one of all; what that says."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+
+    groups, size_n = scales.shape
+    prepared = marlin_utils.marlin_permute_scales(scales, size_k, size_n, size_k // groups)
+    if name == "mxfp4":
+        return marlin_utils_fp4.mxfp4_marlin_process_scales(prepared), None, 1
+    if name != "nvfp4":
+        return prepared, None, 1
+    prepared, factor = marlin_utils_fp4.nvfp4_marlin_process_scales(prepared, None, scales.dtype)
+    whole = torch.tensor([0.25], dtype=scales.dtype)
+    given = marlin_utils_fp4.nvfp4_marlin_process_global_scale(whole) / factor
+    return prepared, given.cuda(), 0.25
 
 
 def _random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -142,15 +142,19 @@ class Buffer(_Exchange):
         max_tokens: int,
         num_experts: int,
         use_fp8: bool = True,
-        **_: Any,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
     ) -> Any:
         """Rows by local expert, one for each assignment."""
         assert x.shape[0] <= max_tokens, "more tokens than the buffer holds"
-        if use_fp8 and x.is_cuda:
+        if (use_fp8 and x.is_cuda) or round_scale or use_ue8m0:
             raise NotImplementedError("no values for a dispatch that quantises")
         assert not len(x) or int(topk_idx.max()) < num_experts, "an id beyond the experts"
         num_local = num_experts // self.group_size
-        out = torch.zeros(num_local, max_tokens * self.group_size, x.shape[1], dtype=x.dtype)
+        shape = num_local, max_tokens * self.group_size, x.shape[1]
+        out = torch.full(shape, RUBBISH).to(x.dtype)
         counts = torch.zeros(num_local, dtype=torch.int32)
         places = []  # (source, token, k, expert, row)
         for source, (tokens, chosen) in enumerate(everywhere((x, topk_idx), self.group)):
@@ -170,9 +174,12 @@ class Buffer(_Exchange):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         handle: Any,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
-        **_: Any,
     ) -> Any:
+        assert not zero_copy
         own, total = topk_weights.cpu(), torch.zeros(topk_idx.shape[0], x.shape[-1])
         for rows, where in everywhere((x, handle), self.group):
             _, token, k, expert, row = where[where[:, 0] == self.rank].T

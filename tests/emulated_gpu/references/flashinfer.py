@@ -5,7 +5,9 @@ By the contracts that FlashInfer 0.7.2 documents, in ``flashinfer/comm/trtllm_mo
 ``NVLinkOneSidedAlltoAll`` over it, for vLLM 0.33), and its kernels, ``moeAlltoAllDispatch.cu``:
 expert ``e`` of ``n`` lives on rank ``e // (n / R)``, rounded towards zero, so that -1 goes to rank
 0. Every rank gets (R, tokens) rows, of which those that nobody wrote have ids of no expert, and
-rubbish in all else. Also its CUTLASS kernel for experts in BF16, as vLLM calls it.
+rubbish in all else. Also its CUTLASS kernel for experts in BF16, as vLLM calls it, and its
+megakernel (``flashinfer/moe_ep``, ``MoEEpMegaLayer``), which here leaves activations as they are
+where that one rounds them to NVFP4.
 """
 
 import sys
@@ -306,12 +308,14 @@ class MoEEpTensors:
 
 
 _SCALES = 4  # of an expert, alike: what its weights were divided by
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 class MoEEpMegaLayer:
     """Tokens of all ranks by the experts of all, in one call.
 
     In the kernel's order weights are (L, in, out), transposed where they lie, with scales (L, 4).
+    Those of NVFP4, two of them in a byte of (L, in / 2, out), keep their scales (L, out, in / 16).
     """
 
     live: list["MoEEpMegaLayer"] = []  # noqa: RUF012 one process, one list
@@ -327,7 +331,10 @@ class MoEEpMegaLayer:
         if backend.transformed_weights is None:
             assert backend.preprocess_weights
             assert weights is not None
-            backend_order = _transformed(weights.w13), _transformed(weights.w2)
+            backend_order = (
+                _transformed(weights.w13, weights.w13_scale),
+                _transformed(weights.w2, weights.w2_scale),
+            )
         else:
             backend_order = backend.transformed_weights
         self._transformed = backend_order
@@ -363,15 +370,15 @@ class MoEEpMegaLayer:
                     )
             total.append(output)
         parts = everywhere(tuple(total), group)
-        return sum(part[here] for part in parts).to(torch.bfloat16)
+        return sum(part[here] for part in parts).to(t.hidden_states.device, torch.bfloat16)
 
     def _expert(self, t: MoEEpTensors, expert: int, x: torch.Tensor) -> torch.Tensor:
         for index, alpha in enumerate((t.fc1_alpha, t.fc2_alpha)):
             weight, scale = self._transformed[index]
-            x = x.float() @ weight[expert].float() * scale[expert].float().mean()
+            x = x.float() @ _values(weight[expert].cpu(), scale[expert].cpu())
             if alpha is not None:
                 assert len(alpha) == len(weight)
-                x = x * alpha[expert]
+                x = x * alpha[expert].cpu()
             if index == 0:
                 gate, up = x.chunk(2, dim=-1)
                 x = torch.nn.functional.silu(gate) * up
@@ -382,10 +389,23 @@ class MoEEpMegaLayer:
         self.live.remove(self)
 
 
-def _transformed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _transformed(
+    weight: torch.Tensor, scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scales is not None:
+        return weight.data.transpose(1, 2), scales.data
     scale = 2.0 ** (torch.arange(len(weight)) % 3)
     kept = (weight.data / scale[:, None, None]).to(weight.dtype).transpose(1, 2)
     return kept, scale[:, None].expand(-1, _SCALES).contiguous().to(torch.float8_e4m3fn)
+
+
+def _values(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(in, out) float32 of one expert."""
+    if weight.dtype != torch.uint8:
+        return weight.float() * scale.float().mean()
+    codes = torch.stack([weight.T & 15, weight.T >> 4], -1).flatten(1)
+    values = torch.cat([_FP4, -_FP4])[codes.long()]
+    return (values * scale.float().repeat_interleave(16, 1)).T
 
 
 class _Communicator:

@@ -1,19 +1,21 @@
 """vLLM's Marlin kernels for experts: weights in 4 or 8 bits, activations as they are.
 
-What a weight looks like between the two operators is their own affair: here it stays as it was
-packed. Scales come as vLLM prepares them for the kernel, in the order of its own functions, which
-are asked for that order. Products are of dequantised weights, in float32.
+What a weight looks like between the operators is their own affair: here it stays as GPTQ packs it.
+Scales and zero points come as vLLM prepares them for the kernel, in the order of its own functions,
+which are asked for that order. Products are of dequantised weights, in float32. Operators are those
+that csrc/libtorch_stable/torch_bindings.cpp and moe/torch_bindings.cpp there declare (vLLM 0.33).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tests.emulated_gpu.operators.host import in_stream
 
-__all__ = ["gptq_marlin_repack", "moe_wna16_marlin_gemm"]
+__all__ = ["awq_marlin_repack", "gptq_marlin_repack", "moe_wna16_marlin_gemm"]
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_AWQ = 0, 4, 1, 5, 2, 6, 3, 7  # where in a word each of eight columns is
 _BIAS_OF_FP8, _BIAS_OF_FP4 = 7, 1  # of exponents
 
 
@@ -24,12 +26,24 @@ def gptq_marlin_repack(
     return b_q_weight.reshape(size_k // 16, size_n * num_bits // 2).clone()
 
 
+def awq_marlin_repack(
+    b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int
+) -> torch.Tensor:
+    """The same, of rows (K, N * bits / 32), whose words are of columns in AWQ's order."""
+    if num_bits != 4:
+        raise NotImplementedError(f"the emulated GPU has no values for AWQ of {num_bits} bits")
+    codes = _columns(b_q_weight, _AWQ).view(-1, 8, size_n)
+    words = torch.stack([codes[:, n] << 4 * n for n in range(8)]).sum(0).int()
+    return gptq_marlin_repack(words, size_k, size_n, num_bits)
+
+
 def moe_wna16_marlin_gemm(
     a: torch.Tensor,
     c_or_none: torch.Tensor | None,
     b_q_weight: torch.Tensor,
     b_scales: torch.Tensor,
     global_scale: torch.Tensor | None,
+    b_zeros_or_none: torch.Tensor | None,
     sorted_token_ids: torch.Tensor,
     expert_ids: torch.Tensor,
     num_tokens_past_padded: torch.Tensor,
@@ -56,6 +70,9 @@ def moe_wna16_marlin_gemm(
         for expert in experts.unique().tolist():
             own = rows[experts == expert]
             weight = _weight(b_q_weight[expert], size_k, size_n, b_type_id)
+            if b_zeros_or_none is not None:
+                zeros = _zeros(b_zeros_or_none[expert])
+                weight = weight - zeros.repeat_interleave(size_k // len(zeros), 0)
             weight = weight * _scales(b_scales[expert], size_k, size_n, b_type_id)
             if global_scale is not None:  # for NVFP4, with the bias of what the weight becomes
                 of_result = 127 if a.dtype == torch.bfloat16 else 15
@@ -81,6 +98,7 @@ def _weight(packed: torch.Tensor, size_k: int, size_n: int, type_id: int) -> tor
     words = packed.view(-1, 1, size_n).long()
     codes = ((words >> shifts) & (2**bits - 1)).view(size_k, size_n)
     decode: dict[ScalarType, Callable[[torch.Tensor], torch.Tensor]] = {
+        scalar_types.uint4: torch.Tensor.float,
         scalar_types.uint4b8: lambda x: x.float() - 8,
         scalar_types.uint8b128: lambda x: x.float() - 128,
         scalar_types.float8_e4m3fn: lambda x: x.byte().view(torch.float8_e4m3fn).float(),
@@ -89,6 +107,21 @@ def _weight(packed: torch.Tensor, size_k: int, size_n: int, type_id: int) -> tor
     if kind not in decode:
         raise NotImplementedError(f"the emulated GPU has no values for Marlin's {kind}")
     return decode[kind](codes)
+
+
+def _zeros(prepared: torch.Tensor) -> torch.Tensor:
+    """(G, N) of groups (G, N / 8) int32 in the kernel's order."""
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import get_scale_perms
+
+    order, _ = get_scale_perms()
+    codes = _columns(prepared, _AWQ)
+    return codes.view(-1, len(order))[:, torch.tensor(order).argsort()].view(codes.shape)
+
+
+def _columns(words: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Codes (R, N) of 4 bits of words (R, N / 8), each at its place of eight."""
+    shifts = 4 * torch.tensor(places, device=words.device)
+    return ((words[..., None] >> shifts) & 15).flatten(1)
 
 
 def _fp4(codes: torch.Tensor) -> torch.Tensor:

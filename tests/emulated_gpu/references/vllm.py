@@ -29,7 +29,11 @@ from tests.emulated_gpu.references.layers import (
     rotary_embedding,
     silu_and_mul,
 )
-from tests.emulated_gpu.references.marlin import gptq_marlin_repack, moe_wna16_marlin_gemm
+from tests.emulated_gpu.references.marlin import (
+    awq_marlin_repack,
+    gptq_marlin_repack,
+    moe_wna16_marlin_gemm,
+)
 
 __all__ = ["compute_vllm", "offer_dispatch"]
 
@@ -64,13 +68,21 @@ def offer_dispatch() -> None:
     install_flashinfer()
     from vllm.distributed.device_communicators import all2all
     from vllm.model_executor.layers.fused_moe import all2all_utils
-    from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
+    from vllm.model_executor.layers.fused_moe.experts import (
+        flashinfer_cutlass_moe,
+        flashinfer_moe_ep,
+        fused_batched_moe,
+    )
     from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_v2
 
     stages: Any = all2all_utils
     stages.DeepEPV2PrepareAndFinalize = deepep_v2.DeepEPV2PrepareAndFinalize
     managers: Any = all2all
     managers.has_flashinfer_nvlink_one_sided = lambda: True
+    batched: Any = fused_batched_moe  # asks a stream, of which the kit's torch knows too little
+    batched._is_capturing_or_compiling = torch.cuda.is_current_stream_capturing
+    megakernel: Any = flashinfer_moe_ep
+    megakernel.supports_current_device = lambda: True  # of another GPU than this one seems to be
     experts: Any = flashinfer_cutlass_moe
     experts.has_flashinfer_cutlass_fused_moe = lambda: True
     experts.flashinfer_cutlass_fused_moe = cutlass_fused_moe
@@ -110,6 +122,22 @@ def vocab_parallel_embedding(
     ranges = org_vocab_start_index, org_vocab_end_index, num_org_vocab_padding, *added
     own, away = get_masked_input_and_mask(input_ids.long(), *ranges)
     out.copy_(weight[own].masked_fill(away[:, None], 0))
+
+
+@in_stream
+def masked_moe_activation(
+    out: torch.Tensor, input: torch.Tensor, valid_token_counts: torch.Tensor, activation: str
+) -> None:
+    """Of as many rows as each expert has, (E, T, N) from (E, T, 2 N); other rows stay.
+
+    csrc/libtorch_stable/activation_kernels.cu of vLLM 0.33.
+    """
+    if activation != "silu":
+        raise NotImplementedError(f"the emulated GPU has no values for {activation}")
+    places = torch.arange(input.shape[-2], device=input.device)
+    valid = places < valid_token_counts.view(*input.shape[:-2], 1)
+    gate, up = input[valid].float().chunk(2, dim=-1)
+    out[valid] = (torch.nn.functional.silu(gate) * up).to(out.dtype)
 
 
 # ---- operators of `_moe_C`
@@ -189,9 +217,9 @@ _OPERATORS: dict[str, dict[str, Any]] = {
         each.__name__: each
         for each in (
             *(rms_norm, fused_add_rms_norm, silu_and_mul),
-            *(rotary_embedding, vocab_parallel_embedding),
+            *(rotary_embedding, vocab_parallel_embedding, masked_moe_activation),
             *(getattr(quantisation, name) for name in quantisation.__all__),
-            gptq_marlin_repack,
+            *(awq_marlin_repack, gptq_marlin_repack),
         )
     },
     "_moe_C": {
