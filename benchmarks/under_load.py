@@ -81,7 +81,8 @@ def main() -> None:
         "new_tokens": NEW_TOKENS,
         "requests": options.requests,
     }
-    mine = {"model": options.model, "dtype": options.dtype, "traffic": traffic, "rows": rows}
+    how = {"command": harness.command(), "model": options.model, "dtype": options.dtype}
+    mine = {**how, "traffic": traffic, "rows": rows}
     harness.write(options.json, {**whole, engine: mine})
 
 
