@@ -6,6 +6,7 @@ Every comparison is a ratio, "times as fast": above 1 balancing is faster.
 """
 
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def statements() -> dict[Path, list[str]]:
         _DOCS / "results.md": [
             f"all {answers:,} answers",
             f"{batches:,} random batches",
-            _traffic(),
+            *_traffic(),
             *_by_time(),
             f"{_forced()} times as fast as no balancing",
             *memory,
@@ -117,15 +118,27 @@ def statements() -> dict[Path, list[str]]:
     }
 
 
-def _traffic() -> str:
-    """What load generators send to both engines."""
-    sent = read_document("under-load")["vllm"]["traffic"]
-    agents, alone = sent["agents"], sent["open"]
-    return (
+def _traffic() -> list[str]:
+    """What load generators send to both engines, and what vLLM answers of it."""
+    found = read_document("under-load")["vllm"]
+    agents, alone = found["traffic"]["agents"], found["traffic"]["open"]
+    [rate] = {row["rate"] for row in found["rows"]} - {None}
+    served = (
+        statistics.median(
+            row["request_throughput"]
+            for row in found["rows"]
+            if (row["rate"], row["policy"]) == (rate, policy)
+        )
+        for policy in ("off", "quota")
+    )
+    return [
         f"{agents['clients']} clients whose requests share a prefix of {agents['shared_tokens']:,} "
         f"tokens and have {agents['own_tokens']} of their own; others have "
-        f"{alone['median_tokens']:,} in the median"
-    )
+        f"{alone['median_tokens']:,} in the median",
+        "Of {} requests/s vLLM answered {:.1f} without balancing, and {:.1f} with it".format(
+            rate, *served
+        ),
+    ]
 
 
 def _left_alone() -> str:
