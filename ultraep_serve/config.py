@@ -101,8 +101,7 @@ class BalanceConfig(Settings):
         ge=0,
         le=1 << 30,
         description="smaller batches (decode) are left alone; 0: those below "
-        f"{LEAST_BATCH_TOKENS}, and below what pays at an imbalance of {PAYING_PERCENT / 100} by "
-        "the costs, but no more than the largest that the engine schedules",
+        f"{LEAST_BATCH_TOKENS} or too small to pay at an imbalance of {PAYING_PERCENT / 100}",
     )
     max_imbalance: float = Field(
         default=1.02,
