@@ -2,10 +2,11 @@
 
     python benchmarks/residents.py --loads FILE
 
-FILE is JSON as for ``big_models.py``: totals of whole runs of large models. One layer of each of
-two models is served on 8, 16 and 64 ranks with five kinds of traffic: the same all the time; each
-expert's share times exp(normal(0, x)), drawn anew for every batch; and two kinds, those loads and
-the same shifted by 37 experts, in blocks of eight batches or batch by batch. Of 32 batches the
+FILE is JSON, {"loads": {"MODEL layerN": [assignments of each expert]}}: totals of whole runs, as
+SyFI-ServingStudio/ServingStudioSim publishes them; no part of this repository. One layer of each
+of two models is served on 8, 16 and 64 ranks with five kinds of traffic: the same all the time;
+each expert's share times exp(normal(0, x)), drawn anew for every batch; and two kinds, those loads
+and the same shifted by 37 experts, in blocks of eight batches or batch by batch. Of 32 batches the
 first eight are not measured. Figures are means over seeds.
 
 ``staying`` is the server's planner with all its state, and pays for each copy in the batch that
