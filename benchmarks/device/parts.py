@@ -37,7 +37,6 @@ PARTS = (
     Part("stream", "stages.streaming", 90),
     Part("layer-deepseek", "layer.run", 150, ("deepseek-v3", 64)),
     Part("balancer", "balancer.run", 90),
-    Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),
     Part("processes", "memory.processes", 150),
     Part("slots", "memory.slots", 60),

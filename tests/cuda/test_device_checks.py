@@ -28,7 +28,6 @@ ROWS = {
     "stream": ["stream, relay never", "stream, relay always"],
     "layer-deepseek": ["layer of nothing real"],
     "balancer": ["balancer", "layer that is left alone"],
-    "senders": ["1 senders", "2 senders"],
     "exchange": ["exchange"],
     "processes": ["4 processes, direct and relayed", "one of them is killed"],
     "slots": ["slots behind masters"],
