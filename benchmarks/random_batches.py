@@ -17,9 +17,8 @@ from typing import Any
 import harness
 import numpy as np
 
-from tests.support.moe import TinyMoE
 from tests.support.ranks import fresh_run_path, run_ranks
-from tests.support.stress import RandomBatches, StressReport, run_stress
+from tests.support.stress import RandomBatches, StressReport, TinyMoE, run_stress
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 

@@ -23,7 +23,6 @@ _MODELS = {
     "qwen3": ModelSpec(),
     "glm4": ModelSpec(architecture="glm4_moe"),
     "balanced": ModelSpec(imbalance=1.0),
-    "wide": ModelSpec(hidden_size=2048, num_layers=2, experts_per_token=8),
 }
 
 
@@ -43,12 +42,10 @@ def model(name: str) -> Path:
     return path
 
 
-def serve(
-    options: argparse.Namespace, path: Path, dtype: str, *extra: str, prefix_cache: bool = False
-) -> BalancedServer:
+def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> BalancedServer:
     """A server for ``path`` under the benchmark's options."""
     engine = installed_engine()
-    flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine, prefix_cache)
+    flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine)
     flags += ["--slot-memory", options.slot_memory, *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=engine)

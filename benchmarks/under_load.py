@@ -12,7 +12,6 @@ open    requests that arrive at a rate, with prompts of 1,024 tokens in the medi
 vLLM's needs pandas, SGLang's datasets (``pip install``).
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import harness

@@ -39,7 +39,6 @@ PARTS = (
     Part("layer-demo", "layer.run", 60, ("ultraep-demo", 8)),
     Part("layer-sheet", "layer.run", 90, ("qwen3-235b-a22b", 8, 1.0, 2.0, 4.0, 7.0)),
     Part("balancer", "balancer.run", 90),
-    Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),
     Part("processes", "memory.processes", 150),
     Part("slots", "memory.slots", 60),

@@ -147,7 +147,7 @@ def time_stream(
 ) -> dict[str, Any]:
     """How fast the masters' bytes came, all ranks at once, beside the device's own plain copy.
 
-    All ranks share one memory, so this has no target: ``senders.py`` has one.
+    All ranks share one memory, so this has no target.
     """
     microseconds = check_stream(bench, ranks, slots, mode, epoch)
     moved = int((slots >= 0).sum()) * sum(sizes.tensor_bytes)

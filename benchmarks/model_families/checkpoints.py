@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.model_families.table import COMMON, CONTEXT, FAMILIES, Family
-from ultraep_lab.demo.text import DOMAINS, save_tokenizer, vocabulary
+from ultraep_lab.demo.text import save_tokenizer, vocabulary
 
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
 
@@ -40,7 +40,7 @@ def make_family(path: Path, name: str) -> Path:
     """Write the checkpoint of ``FAMILIES[name]`` to the directory ``path``, and return that."""
     family = FAMILIES[name]
     path.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(path, vocabulary(DOMAINS), CONTEXT)
+    save_tokenizer(path, vocabulary(), CONTEXT)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = _build(family)

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ultraep_lab.demo.text import DOMAINS, vocabulary
+from ultraep_lab.demo.text import vocabulary
 
 __all__ = ["COMMON", "CONTEXT", "FAMILIES", "Family"]
 
 CONTEXT = 4096  # tokens
 # CPU kernels need sizes that are multiples of 32.
 COMMON: Mapping[str, Any] = {
-    "vocab_size": len(vocabulary(DOMAINS)),
+    "vocab_size": len(vocabulary()),
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 3,

@@ -18,9 +18,7 @@ from typing import Any
 import yaml
 from files import DEPLOY, RULES, read_yaml
 
-from tests.faults.engine import run_path
 from ultraep_lab.this_machine import free_port
-from ultraep_serve.system.listeners import listening_processes
 
 SECONDS = 120.0  # for anything to come up
 HOSTS = ("127.0.0.1", "localhost")  # two names of the sidecar stand for two hosts of one server
@@ -84,26 +82,6 @@ def live(tmp_path: Path) -> Iterator[Live]:
         started = Live(f"http://127.0.0.1:{port}", engine, run_path)
         started.wait_until_scraped()
         yield started
-
-
-@contextmanager
-def live_server(tmp_path: Path) -> Iterator[tuple[Live, dict[str, int]]]:
-    """The same of a server that starts its sidecar as engines do, and its processes by name."""
-    board, sidecar_port, port = tmp_path / "board", free_port(), free_port()
-    board.mkdir()
-    for stage in ("start", "load", "end"):
-        (board / f"may-{stage}").touch()
-    with ExitStack() as stack:
-        words = (sys.executable, "-m", "tests.faults.engine", board, str(sidecar_port))
-        server = stack.enter_context(process(*words))
-        stack.enter_context(process(*server_command(tmp_path, port, sidecar_port)))
-        started = Live(f"http://127.0.0.1:{port}", server, run_path(server.pid))
-        started.wait_until_scraped()
-        processes = {"API server": server.pid}
-        (processes["sidecar"],) = listening_processes(sidecar_port)
-        for rank in range(2):
-            processes[f"rank {rank}"] = int((board / f"loading-{rank}").read_text())
-        yield started, processes
 
 
 def server_command(tmp_path: Path, port: int, sidecar_port: int) -> list[str]:

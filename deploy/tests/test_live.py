@@ -2,17 +2,14 @@
 
 import json
 import math
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from files import ROOT, dashboard, rules
-from live import HOSTS, Live, live, live_server, until
+from live import HOSTS, Live, live
 
 PAGE = ROOT / "docs" / "kubernetes.md"
 VARIABLES = {"$job": "ultraep", "$group": ".+", "$__rate_interval": "30s"}
@@ -156,18 +153,3 @@ def test_a_server_that_could_not_be_balanced_is_shown_as_one(server: Live) -> No
     mappings = dashboard()["panels"][0]["fieldConfig"]["defaults"]["mappings"]
     assert mappings[0]["options"][series["value"][1]]["text"] == "UNBALANCED"
     test_variables_of_the_dashboard_find_something(server)
-
-
-@pytest.mark.parametrize("name", ["rank 0", "rank 1", "API server", "sidecar"])
-def test_a_process_that_dies_leaves_no_sidecar_to_scrape(name: str, tmp_path: Path) -> None:
-    """So one alert stands for all, the sidecar's own death among them, after which ranks go on."""
-    with live_server(tmp_path) as (server, processes):
-        os.kill(processes[name], signal.SIGKILL)
-        server.wait_for('count(up{job="ultraep"} == 0) == 2 and absent({__name__=~"ultraep_.+"})')
-
-        def alerts() -> set[str]:
-            found = server.get("query", query="ALERTS")["result"]
-            return {entry["metric"]["alertname"] for entry in found}
-
-        until(lambda: alerts() == {"UltraepDown"}, "its alert, alone")
-        assert (server.engine.poll() is None) is (name == "sidecar")

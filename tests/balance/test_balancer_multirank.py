@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.moe import TinyMoE
 from tests.support.ranks import run_ranks
-from tests.support.stress import RandomBatches, StressReport, run_stress
+from tests.support.stress import RandomBatches, StressReport, TinyMoE, run_stress
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 

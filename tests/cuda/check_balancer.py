@@ -147,15 +147,6 @@ def test_both_balancers_do_the_same(view: TokenView) -> None:
 
 
 @cases("view", list(TokenView))
-def test_both_keep_the_same_copies(view: TokenView) -> None:
-    config = CONFIG.replace(slot_memory="per_layer")
-    setup = Setup(ExpertShape(2, 8, 1), view, config, NO_COSTS)
-    with fresh_run_path() as run_path:
-        filled = run_ranks(compare, 2, run_path, setup, (), timeout_seconds=400.0)
-    assert sum(filled) > 0
-
-
-@cases("view", list(TokenView))
 def test_domains(view: TokenView) -> None:
     """Four ranks in two domains: each copies its own hot experts, and hears of all tokens."""
     setup = Setup(ExpertShape(4, 8, 1), view, domain_size=2, relay="always")

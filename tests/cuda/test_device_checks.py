@@ -30,7 +30,6 @@ ROWS = {
     "layer-demo": ["layer of nothing real"],
     "layer-sheet": ["layer of nothing real"],
     "balancer": ["balancer", "layer that is left alone"],
-    "senders": ["1 senders", "2 senders"],
     "exchange": ["exchange"],
     "processes": ["4 processes, direct and relayed", "one of them is killed"],
     "slots": ["slots behind masters"],

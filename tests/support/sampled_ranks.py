@@ -182,7 +182,6 @@ class Traffic:
     dtype: torch.dtype
     batches: int
     domain_size: int = 0  # ranks of each domain; 0: one domain
-    seed: int = 0
     factor: float = 1.0  # of the first layer's weights
     slot_memory: str = "per_layer"
 
@@ -199,7 +198,7 @@ def serve_traffic(rank: int, run_path: Path, traffic: Traffic) -> tuple[tuple[in
         rank, run_path, traffic.view, traffic.shape, traffic.dtype, traffic.factor, **settings
     )
     for batch in range(traffic.batches):
-        own.serve_mixed(1_000_000 * traffic.seed + batch)
+        own.serve_mixed(batch)
     found = own.found()
     own.joined._recorder.close()
     with contextlib.closing(RingReader(own.files.ring(rank))) as ring:

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
+from tests.support.experts import sum_of_experts
 from tests.support.hosts import engine_group, host_path
-from tests.support.mail import Mail
-from tests.support.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
 from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
@@ -30,12 +30,48 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.types import Decision, Policy, TokenView, imbalance
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView, imbalance
 
-__all__ = ["RandomBatches", "StressReport", "run_stress"]
+__all__ = ["RandomBatches", "StressReport", "TinyMoE", "run_stress"]
 
 _Choice = TypeVar("_Choice")
 _CHUNK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TinyMoE:
+    """Weights of all layers, made from the seed alone, so that every rank can make any of them.
+
+    They are small integers: every sum of products is exact in float32, so any order of summation,
+    and any rank that computes it, gives the same bits.
+    """
+
+    shape: ExpertShape
+    num_layers: int = 3
+    hidden: int = 16  # H
+    inner: int = 24  # I
+    seed: int = 0
+
+    def weights(self, layer: int) -> list[torch.Tensor]:
+        """float32 up (E, I, H), down (E, H, I) and bias (E, H): three sizes per expert."""
+        rng = np.random.default_rng((self.seed, layer))
+        experts, hidden, inner = self.shape.num_logical_experts, self.hidden, self.inner
+        shapes = [(experts, inner, hidden), (experts, hidden, inner), (experts, hidden)]
+        return [self._numbers(rng, shape) for shape in shapes]
+
+    def masters(self, layer: int, rank: int) -> list[torch.Tensor]:
+        """``weights`` of the experts that live on ``rank``, (L, ...) each."""
+        first = rank * self.shape.num_masters
+        return [
+            tensor[first : first + self.shape.num_masters].clone() for tensor in self.weights(layer)
+        ]
+
+    def tokens(self, rng: np.random.Generator, num_tokens: int) -> torch.Tensor:
+        """Hidden states float32 (T, H)."""
+        return self._numbers(rng, (num_tokens, self.hidden))
+
+    def _numbers(self, rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(-2, 3, size=shape, dtype=np.int8)).float()
 
 
 @dataclass(frozen=True)
@@ -161,7 +197,7 @@ class _CheckedFabric(HostFabric):
         for slot, expert in enumerate(slot_expert[self.rank]):
             here = [tensor[num_masters + slot] for tensor in layer.tensors]
             master = [tensor[expert] for tensor in self._expected[id(layer)]]
-            if expert >= 0 and not expert_bytes_equal(here, master):
+            if expert >= 0 and not _bytes_equal(here, master):
                 self._report.corrupt_slots += 1
 
 
@@ -178,20 +214,15 @@ class _Runner:
         pool = SlotPool(HostMemory(), shape.num_replica_slots, _CHUNK_BYTES, self._stay)
         self._layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
         for layer in self._layers:
-            poison(layer.tensors, shape.num_masters)
+            _poison(layer.tensors, shape.num_masters)
         max_chunks = max(layer.chunks.shape[0] for layer in self._layers)
         timeout = batches.config.timeout_seconds
         width = row_width(shape.num_logical_experts, view)
-        all_gather = None
-        if location.num_domains > 1:
-            group = engine_group(run_path, rank, shape.num_ranks)
-            all_gather = HostAllGather(group.on_host, timeout)
+        group = engine_group(run_path, rank, shape.num_ranks)
+        all_gather = HostAllGather(group.on_host, timeout) if location.num_domains > 1 else None
         path = host_path(run_path, location)
         fabric = _CheckedFabric(path, location, width, pool, max_chunks, timeout, all_gather)
         fabric.expect(self._layers, self._weights, self.report)
-        self._mail = Mail(
-            run_path, rank, shape.num_ranks, batches.max_tokens * batches.top_k, timeout
-        )
         self._recorder = _Recorder(self.report, domain_size)
         self._switch = _Switch(batches.config.policy)
         self._balancer = HostBalancer(
@@ -222,7 +253,8 @@ class _Runner:
             given = self._make_input(common, sizes)
             outputs.append(self._run_layer(layer, given, sizes, private))
             inputs.append(given)
-        totals = self._mail.sum(torch.stack(outputs))
+        totals = torch.stack(outputs)
+        dist.all_reduce(totals)  # the engines' combine; sums are exact in any order
         for layer, given in enumerate(inputs):
             turn = (batch * num_layers + layer) % self._shape.num_ranks
             if turn == self._rank and layer not in self._recorder.forced:
@@ -239,22 +271,30 @@ class _Runner:
         shape, tensors = self._shape, self._layers[layer].tensors
         if self._stay and private.random() < self._batches.forget_rate:
             for each in self._layers:
-                poison(each.tensors, shape.num_masters)
+                _poison(each.tensors, shape.num_masters)
             self._balancer.forget()
         own = self._own_rows(sizes)
         physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
         everyone = physical
         if self._batches.view is TokenView.OWN:
-            everyone = self._mail.all_ids(physical, sizes)
+            everyone = self._dispatched(physical, sizes)
         if private.random() < self._batches.pause_rate:
             time.sleep(private.random() * 2e-3)
         self._balancer.receive()
         first_id = self._rank * shape.num_local
-        out = apply_experts(given.x, given.topk_weights, everyone, tensors, first_id)
+        out = _apply_experts(given.x, given.topk_weights, everyone, tensors, first_id)
         self._balancer.computed()
         if not self._stay:
-            poison(tensors, shape.num_masters)
+            _poison(tensors, shape.num_masters)
         return out
+
+    def _dispatched(self, physical: torch.Tensor, sizes: NDArray[np.int64]) -> torch.Tensor:
+        """Physical ids (T_all, K) of all sources; this rank's are ``physical``."""
+        padded = torch.full((int(sizes.max()), physical.shape[1]), -1, dtype=torch.int32)
+        padded[: physical.shape[0]] = physical
+        everyone = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(everyone, padded)
+        return torch.cat([ids[: int(size)] for ids, size in zip(everyone, sizes, strict=True)])
 
     def _own_rows(self, sizes: NDArray[np.int64]) -> slice:
         if self._batches.view is TokenView.SHARED:
@@ -282,7 +322,7 @@ class _Runner:
         return _LayerInput(batches.model.tokens(rng, total), scale, routed, valid)
 
     def _compare(self, layer: int, given: _LayerInput, total: torch.Tensor) -> None:
-        expected = apply_experts(given.x, given.topk_weights, given.valid, self._weights[layer])
+        expected = _apply_experts(given.x, given.topk_weights, given.valid, self._weights[layer])
         self.report.inexact += not torch.equal(total, expected)
 
 
@@ -296,3 +336,39 @@ def _batch_sizes(rng: np.random.Generator, batches: RandomBatches) -> NDArray[np
     sizes = rng.integers(0, largest + 1, size=batches.num_sources)
     sizes[rng.random(sizes.size) < 0.1] = 0
     return sizes
+
+
+def _apply_experts(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    ids: torch.Tensor,
+    weights: list[torch.Tensor],
+    first_id: int = 0,
+) -> torch.Tensor:
+    """Sum of the chosen experts' outputs (T, H); ids outside ``weights`` add nothing.
+
+    ``x`` (T, H), ``topk_weights`` and ``ids`` (T, K); ``weights`` up (N, I, H), down (N, H, I) and
+    bias (N, H) of ids first_id to first_id + N - 1. Expert: ``down @ relu(up @ x) + bias``.
+    """
+    up, down, bias = weights
+    local = ids.long() - first_id
+    return sum_of_experts(
+        x,
+        torch.where((ids >= 0) & (local < up.shape[0]), local, -1),
+        topk_weights,
+        lambda rows, e: torch.relu(rows @ up[e].T) @ down[e].T + bias[e],
+    )
+
+
+def _poison(tensors: list[torch.Tensor], num_masters: int) -> None:
+    """Overwrite the replica slots of ``tensors`` (L + S, ...) with bytes that read as NaN."""
+    for tensor in tensors:
+        tensor[num_masters:].view(torch.uint8).fill_(0xFF)
+
+
+def _bytes_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether two experts' tensors hold the same bytes (NaN or not)."""
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )

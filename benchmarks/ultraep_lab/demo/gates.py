@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultraep_lab.demo.spec import MAX_EXPERT_SHARE, ModelSpec
+from ultraep_lab.demo.spec import GROUPS, GROUPS_PER_TOKEN, MAX_EXPERT_SHARE, ModelSpec
+from ultraep_lab.demo.text import DOMAINS
 
 __all__ = ["NUM_HOT", "calibrate_gate", "domain_means", "hot_rank", "one_thread", "target_shares"]
 
@@ -53,23 +54,23 @@ def calibrate_gate(
 ) -> Tensor:
     """Gate rows (E, H) for a layer from its gate's inputs ``hidden`` (T, H) on calibration text.
 
-    ``token_domain`` (T,) indexes ``spec.domains``; ``score_bias`` (E,) is GLM's correction bias.
+    ``token_domain`` (T,) indexes ``DOMAINS``; ``score_bias`` (E,) is GLM's correction bias.
     """
-    means = domain_means(hidden, token_domain, spec)
+    means = domain_means(hidden, token_domain)
     covariance = _penalised_covariance(hidden - means[token_domain])
     detectors = _detectors(covariance, means)
     noise = _noise_rows(covariance, means, spec, generator)
     noise *= SPREAD[spec.architecture] / (hidden @ noise.T).std(0).unsqueeze(1)
-    target = torch.stack([target_shares(spec, layer, d) for d in range(len(spec.domains))])
+    target = torch.stack([target_shares(spec, layer, d) for d in range(len(DOMAINS))])
     problem = _Problem(hidden @ noise.T, hidden @ detectors.T, token_domain, target)
     with one_thread():
         bias = _tune(problem, score_bias, spec)
     return noise + bias @ detectors
 
 
-def domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
+def domain_means(hidden: Tensor, token_domain: Tensor) -> Tensor:
     """Mean (D, H) of ``hidden`` (T, H) over the tokens of each domain."""
-    return torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
+    return torch.stack([hidden[token_domain == d].mean(0) for d in range(len(DOMAINS))])
 
 
 def target_shares(spec: ModelSpec, layer: int, domain: int) -> Tensor:
@@ -107,8 +108,8 @@ def select_experts(logits: Tensor, score_bias: Tensor | None, spec: ModelSpec) -
     if spec.architecture == "qwen3_moe":
         return logits.topk(spec.experts_per_token, dim=-1).indices
     scores = logits.sigmoid() if score_bias is None else logits.sigmoid() + score_bias
-    grouped = scores.view(len(scores), spec.num_groups, -1)
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(spec.groups_per_token, dim=-1).indices
+    grouped = scores.view(len(scores), GROUPS, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(GROUPS_PER_TOKEN, dim=-1).indices
     closed = torch.ones(grouped.shape[:2], dtype=torch.bool).scatter_(1, best, False)
     scores = grouped.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(1)
     return scores.topk(spec.experts_per_token, dim=-1).indices

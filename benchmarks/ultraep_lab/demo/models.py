@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ultraep_lab.demo.gates import calibrate_gate, domain_means, one_thread
-from ultraep_lab.demo.spec import ModelSpec
+from ultraep_lab.demo.spec import DENSE_LAYERS, GROUPS, GROUPS_PER_TOKEN, ModelSpec
 from ultraep_lab.demo.text import (
+    DOMAINS,
     SPECIAL_TOKENS,
     WORDS_PER_DOMAIN,
     WORDS_SHARED,
@@ -32,6 +33,8 @@ __all__ = ["SMALL_HIDDEN_SIZE", "make_model", "served_type"]
 _SLOW = 2.5
 SMALL_HIDDEN_SIZE = 256  # models up to this size gain little from a second thread
 
+CONTEXT, STORED = 32768, torch.bfloat16  # tokens; type of the weights
+CALIBRATION_LENGTH = 512  # tokens of a text; a longer one is slower and more exact
 CALIBRATION_TEXTS = 24  # per domain; many, because what a text has in common is noise too
 DOMAIN_WEIGHT = 0.6  # of a word's embedding that all words of its domain have in common
 GAINS = {"o_proj": 1.5, "down_proj": 1.7}  # makes a block's output about as large as its input
@@ -64,14 +67,13 @@ def served_type() -> str:
 def make_model(path: Path, spec: ModelSpec) -> Path:
     """Write a checkpoint to the directory ``path``, and return that.
 
-    The demo's takes 20 seconds on two free cores. Raises ConfigError when two domains of the spec
-    share a word.
+    The demo's takes 20 seconds on two free cores.
     """
     path.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(path, vocabulary(spec.domains), spec.max_position_embeddings)
+    save_tokenizer(path, vocabulary(), CONTEXT)
     with one_thread(spec.hidden_size <= SMALL_HIDDEN_SIZE):
         model = _calibrated_model(_build_config(spec), spec)
-    model.to(getattr(torch, spec.dtype)).save_pretrained(path)
+    model.to(STORED).save_pretrained(path)
     return path
 
 
@@ -80,7 +82,7 @@ def _build_config(spec: ModelSpec) -> Any:
     from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
     common: dict[str, Any] = {
-        "vocab_size": len(vocabulary(spec.domains)),
+        "vocab_size": len(vocabulary()),
         "hidden_size": spec.hidden_size,
         "intermediate_size": 2 * spec.moe_intermediate_size,
         "moe_intermediate_size": spec.moe_intermediate_size,
@@ -90,7 +92,7 @@ def _build_config(spec: ModelSpec) -> Any:
         "head_dim": spec.head_dim,
         "num_experts_per_tok": spec.experts_per_token,
         "norm_topk_prob": True,
-        "max_position_embeddings": spec.max_position_embeddings,
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "bos_token_id": 1,
@@ -102,9 +104,9 @@ def _build_config(spec: ModelSpec) -> Any:
     return Glm4MoeConfig(
         n_routed_experts=spec.num_experts,
         n_shared_experts=1,
-        n_group=spec.num_groups,
-        topk_group=spec.groups_per_token,
-        first_k_dense_replace=spec.num_dense_layers,
+        n_group=GROUPS,
+        topk_group=GROUPS_PER_TOKEN,
+        first_k_dense_replace=DENSE_LAYERS,
         routed_scaling_factor=1.0,
         use_qk_norm=True,
         num_mtp_layers=0,
@@ -114,7 +116,7 @@ def _build_config(spec: ModelSpec) -> Any:
 
 
 def _calibrated_model(config: Any, spec: ModelSpec) -> Any:
-    """A float32 model whose weights are exact in ``spec.dtype``, gates and head calibrated."""
+    """A float32 model whose weights are exact in bfloat16, gates and head calibrated."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng():  # the library's own initialisation draws from the global one
@@ -131,23 +133,23 @@ def _draw_weights(model: Any, spec: ModelSpec, generator: torch.Generator) -> No
     for name, weight in model.named_parameters():
         parts = name.split(".")
         if "embed_tokens" in parts:
-            _store(weight, _embeddings(spec, generator), spec)
+            _store(weight, _embeddings(spec, generator))
         elif weight.ndim == 1:
             weight.fill_(ATTENTION_SHARPNESS if "q_norm" in parts else 1.0)
         elif "gate" not in parts and "lm_head" not in parts:
             gain = max((GAINS[part] for part in parts if part in GAINS), default=1.0)
             random = torch.randn(weight.shape, generator=generator)
-            _store(weight, random * gain / weight.shape[-1] ** 0.5, spec)
+            _store(weight, random * gain / weight.shape[-1] ** 0.5)
 
 
 def _embeddings(spec: ModelSpec, generator: torch.Generator) -> Tensor:
     """Rows (V, H), unit mean square for a domain's words: its direction plus the word's noise."""
     size = spec.hidden_size
-    directions = torch.linalg.qr(torch.randn(size, len(spec.domains), generator=generator)).Q
-    noise = torch.randn(len(vocabulary(spec.domains)), size, generator=generator)
+    directions = torch.linalg.qr(torch.randn(size, len(DOMAINS), generator=generator)).Q
+    noise = torch.randn(len(vocabulary()), size, generator=generator)
     noise *= (1 - DOMAIN_WEIGHT**2) ** 0.5
     first = len(SPECIAL_TOKENS) + WORDS_SHARED
-    for domain in range(len(spec.domains)):
+    for domain in range(len(DOMAINS)):
         words = slice(first + domain * WORDS_PER_DOMAIN, first + (domain + 1) * WORDS_PER_DOMAIN)
         noise[words] += DOMAIN_WEIGHT * size**0.5 * directions[:, domain]
     return noise
@@ -159,19 +161,19 @@ def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
     Queries lose what a domain's tokens have in common: otherwise all tokens of a text would attend
     to the same few others, and each text would be routed in its own way.
     """
-    ids, token_domain = _calibration_batch(spec)
+    ids, token_domain = _calibration_batch()
 
     def on_query(projection: Any, args: tuple[Tensor]) -> None:
-        basis = _mean_basis(args[0].reshape(-1, spec.hidden_size), token_domain, spec)
+        basis = _mean_basis(args[0].reshape(-1, spec.hidden_size), token_domain)
         rows: Tensor = projection.weight
-        _store(rows, rows - (rows @ basis) @ basis.T, spec)
+        _store(rows, rows - (rows @ basis) @ basis.T)
 
     def on_gate(layer: int) -> Callable[[Any, tuple[Tensor]], None]:
         def calibrate(gate: Any, args: tuple[Tensor]) -> None:
             score_bias = _draw_score_bias(gate, spec, generator)
             hidden = args[0].reshape(-1, spec.hidden_size)
             rows = calibrate_gate(hidden, token_domain, layer, score_bias, spec, generator)
-            _store(gate.weight, rows, spec)
+            _store(gate.weight, rows)
 
         return calibrate
 
@@ -183,19 +185,19 @@ def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
             gate = model.model.layers[layer].mlp.gate
             hooks.callback(gate.register_forward_pre_hook(on_gate(layer)).remove)
         hidden = model.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    _store(model.lm_head.weight, _head_rows(hidden, token_domain, spec, generator), spec)
+    _store(model.lm_head.weight, _head_rows(hidden, token_domain, spec, generator))
 
 
-def _calibration_batch(spec: ModelSpec) -> tuple[Tensor, Tensor]:
+def _calibration_batch() -> tuple[Tensor, Tensor]:
     """Token ids (N, T) and the domain index of every token, flattened (N * T,)."""
-    ids_of = {word: index for index, word in enumerate(vocabulary(spec.domains))}
+    ids_of = {word: index for index, word in enumerate(vocabulary())}
     texts = [
-        [ids_of[word] for word in calibration_words(domain, spec.calibration_length, text)]
-        for domain in spec.domains
+        [ids_of[word] for word in calibration_words(domain, CALIBRATION_LENGTH, text)]
+        for domain in DOMAINS
         for text in range(CALIBRATION_TEXTS)
     ]
-    per_domain = CALIBRATION_TEXTS * spec.calibration_length
-    return torch.tensor(texts), torch.arange(len(spec.domains)).repeat_interleave(per_domain)
+    per_domain = CALIBRATION_TEXTS * CALIBRATION_LENGTH
+    return torch.tensor(texts), torch.arange(len(DOMAINS)).repeat_interleave(per_domain)
 
 
 def _draw_score_bias(gate: Any, spec: ModelSpec, generator: torch.Generator) -> Tensor | None:
@@ -203,7 +205,7 @@ def _draw_score_bias(gate: Any, spec: ModelSpec, generator: torch.Generator) -> 
     if spec.architecture == "qwen3_moe":
         return None
     bias: Tensor = gate.e_score_correction_bias
-    _store(bias, SCORE_BIAS_STD * torch.randn(bias.shape, generator=generator), spec)
+    _store(bias, SCORE_BIAS_STD * torch.randn(bias.shape, generator=generator))
     return bias
 
 
@@ -214,10 +216,10 @@ def _head_rows(
 
     Without taking the domain means out, every text of a domain would favour the same few words.
     """
-    domains = len(spec.domains)
-    means = domain_means(hidden, token_domain, spec)
-    basis = _mean_basis(hidden, token_domain, spec)
-    rows = torch.randn(len(vocabulary(spec.domains)), spec.hidden_size, generator=generator)
+    domains = len(DOMAINS)
+    means = domain_means(hidden, token_domain)
+    basis = _mean_basis(hidden, token_domain)
+    rows = torch.randn(len(vocabulary()), spec.hidden_size, generator=generator)
     rows -= (rows @ basis) @ basis.T
     rows *= LOGIT_STD / (hidden @ rows.T).std()
     lift = torch.zeros(len(rows), domains)  # logit that the mean hidden state of a domain adds
@@ -230,12 +232,12 @@ def _head_rows(
     return rows
 
 
-def _mean_basis(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
+def _mean_basis(hidden: Tensor, token_domain: Tensor) -> Tensor:
     """Orthonormal basis (H, D) of the domain means."""
-    basis: Tensor = torch.linalg.qr(domain_means(hidden, token_domain, spec).T).Q
+    basis: Tensor = torch.linalg.qr(domain_means(hidden, token_domain).T).Q
     return basis
 
 
-def _store(weight: Tensor, values: Tensor, spec: ModelSpec) -> None:
+def _store(weight: Tensor, values: Tensor) -> None:
     """Copy ``values`` rounded to the stored type, so that calibration sees what will be served."""
-    weight.copy_(values.to(getattr(torch, spec.dtype)))
+    weight.copy_(values.to(STORED))

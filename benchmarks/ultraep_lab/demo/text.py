@@ -35,28 +35,25 @@ SHARED = "(shared)"  # the shared words are drawn like a domain of this name
 
 _CONSONANTS = "bdfghjklmnprstvz"
 _VOWELS = "aeiou"
-_SYLLABLES = 4  # 80**4 possible words: two domains rarely collide, and `vocabulary` checks
+_SYLLABLES = 4  # 80**4 possible words: those of ``DOMAINS`` are all different
 
 
-def vocabulary(domains: tuple[str, ...]) -> list[str]:
-    """All tokens by id: special tokens, shared words, then the words of each domain in turn.
-
-    Raises ConfigError when two domains share a word, or a domain is named twice.
-    """
-    words = [*SPECIAL_TOKENS, *_words(SHARED), *chain.from_iterable(map(domain_words, domains))]
-    if len(set(words)) != len(words):
-        raise ConfigError(f"{domains = } give a word twice; rename a domain")
-    return words
+def vocabulary() -> list[str]:
+    """All tokens by id: special tokens, shared words, then the words of each domain in turn."""
+    words = map(domain_words, (SHARED, *DOMAINS))
+    return [*SPECIAL_TOKENS, *chain.from_iterable(words)]
 
 
-def domain_words(domain: str) -> tuple[str, ...]:
-    """The ``WORDS_PER_DOMAIN`` words of a domain, most frequent first.
-
-    Raises ConfigError for the one reserved name.
-    """
-    if domain == SHARED:
-        raise ConfigError(f"{domain = } is reserved; choose another name")
-    return _words(domain)
+@lru_cache(maxsize=64)
+def domain_words(name: str) -> tuple[str, ...]:
+    """The ``WORDS_PER_DOMAIN`` words of a domain, or the shared ones, most frequent first."""
+    generator = _generator("words", name, 0)
+    words: dict[str, None] = {}
+    while len(words) < (WORDS_SHARED if name == SHARED else WORDS_PER_DOMAIN):
+        consonants = generator.choice(list(_CONSONANTS), size=_SYLLABLES)
+        vowels = generator.choice(list(_VOWELS), size=_SYLLABLES)
+        words["".join(chain.from_iterable(zip(consonants, vowels, strict=True)))] = None
+    return tuple(words)
 
 
 def sample_text(domain: str, num_tokens: int, seed: int) -> str:
@@ -66,7 +63,7 @@ def sample_text(domain: str, num_tokens: int, seed: int) -> str:
     for any two of ``WORDS_PER_DOMAIN`` consecutive seeds, and differ within two tokens for seeds
     below ``WORDS_PER_DOMAIN**2``: a prefix cache never finds one in another. The text that models
     are calibrated on comes from another stream and is never returned here.
-    Raises ConfigError unless ``0 <= seed < WORDS_PER_DOMAIN**2`` and ``num_tokens >= 0``.
+    Raises ConfigError unless ``0 <= seed < WORDS_PER_DOMAIN**2``.
     """
     if not 0 <= seed < WORDS_PER_DOMAIN**2:
         raise ConfigError(f"{seed = } must be 0 to {WORDS_PER_DOMAIN**2 - 1}")
@@ -82,13 +79,8 @@ def calibration_words(domain: str, num_tokens: int, seed: int) -> list[str]:
 
 
 def draw_words(domain: str, num_tokens: int, generator: np.random.Generator) -> list[str]:
-    """``num_tokens`` words: mostly the domain's own, a few shared ones, frequencies by rank.
-
-    Raises ConfigError for fewer than none.
-    """
-    if num_tokens < 0:
-        raise ConfigError(f"{num_tokens = } must be 0 or more")
-    own, shared = domain_words(domain), _words(SHARED)
+    """``num_tokens`` words: mostly the domain's own, a few shared ones, frequencies by rank."""
+    own, shared = domain_words(domain), domain_words(SHARED)
     chance = np.concatenate(
         [
             _frequencies(len(own)) * (1 - SHARED_FRACTION),
@@ -126,17 +118,6 @@ def save_tokenizer(path: Path, words: list[str], max_length: int) -> None:
     # Chat requests then work too, at one token per word.
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(path)
-
-
-@lru_cache(maxsize=64)
-def _words(name: str) -> tuple[str, ...]:
-    generator = _generator("words", name, 0)
-    words: dict[str, None] = {}
-    while len(words) < (WORDS_SHARED if name == SHARED else WORDS_PER_DOMAIN):
-        consonants = generator.choice(list(_CONSONANTS), size=_SYLLABLES)
-        vowels = generator.choice(list(_VOWELS), size=_SYLLABLES)
-        words["".join(chain.from_iterable(zip(consonants, vowels, strict=True)))] = None
-    return tuple(words)
 
 
 def _frequencies(count: int) -> NDArray[np.float64]:
