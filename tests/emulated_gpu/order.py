@@ -30,8 +30,8 @@ from tests.support.ranks import fresh_run_path, outcomes_of_ranks
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.driver import open_driver
 from ultraep_serve.balance.cuda.micro_batch import MicroBatch, SideStream
-from ultraep_serve.balance.cuda.recording import Page
-from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.balance.cuda.recording import Batches, Page
+from ultraep_serve.types import ExpertShape, Stage, TokenView
 
 __all__ = ["check_order"]
 
@@ -163,7 +163,9 @@ def run_batches(
             compute_experts(rig, rank, layer, dispatched[-1], out[batch, layer])
             wait_for_host_copy(beside)
             balancer.computed()
-        if batch == 0:  # the first with as many tokens
+        if batch == 0:  # as well as another small one, and memory that others have from then on
+            balancer.route(0, decoded[1:], 0)
+            balancer.computed()
             others = [out.new_zeros(decoded.shape) for _ in range(OTHERS)]
         decoded.copy_(small[batch])
         graph.replay()
@@ -250,6 +252,7 @@ def sent_after_joined() -> None:
 
 def outcome_read_early() -> None:
     Page.is_done, Page.wait = True, lambda self: None
+    Batches.stage_times = lambda self, page: np.zeros((page.used, len(Stage)), np.int64)
 
 
 def ids_overwritten() -> None:

@@ -1,7 +1,7 @@
 /* What streams do, each in its order: at once, or by a thread of the stream's own, which holds it back.
 
    Where EMULATED_GPU_HOLDS is a seed, every second piece of work, by chance, is held back: until somebody waits for it,
-   or for some milliseconds. So work of different streams that nobody has put in order comes in another one, whichever
+   or for some milliseconds from when its turn has come. So work of different streams that nobody has put in order comes in another one, whichever
    stream is the engine's. What is held back runs C alone and never Python, so its thread needs no lock that whoever
    waits for it may hold, and spins for other ranks while others run. What Python and collectives compute is not put
    into a stream: it catches up with its stream, and is done by whoever calls (`gpu_catch_up`).
@@ -16,12 +16,12 @@
 
 #define CAPTURE_UNSUPPORTED 900 /* by CUDA's numbers */
 #define NOT_READY 600
-#define LONGEST 60.0 /* milliseconds that work is held back */
+#define LONGEST 40.0 /* milliseconds that work is held back */
 typedef struct Work {
     struct Work *next;
     void (*run)(void *);
     long number;  /* of its stream's */
-    double after; /* held back until then */
+    double held, until; /* milliseconds, from when it is the first; and until then */
     max_align_t arguments[];
 } Work;
 struct Graph {
@@ -81,12 +81,14 @@ static void *work_through(void *given) {
     for (;;) {
         Work *work = stream->first;
         double now = gpu_milliseconds();
-        if (!work || work->number != stream->done + 1) {
+        int is_first = work && work->number == stream->done + 1;
+        if (is_first && !work->until) work->until = now + work->held;
+        if (!is_first) {
             pthread_cond_wait(&changed, &lock);
-        } else if (now < work->after && stream->wanted < work->number) {
+        } else if (now < work->until && stream->wanted < work->number) {
             struct timespec until;
             clock_gettime(CLOCK_REALTIME, &until);
-            long nanoseconds = until.tv_nsec + (work->after - now) * 1e6;
+            long nanoseconds = until.tv_nsec + (work->until - now) * 1e6;
             until.tv_sec += nanoseconds / 1000000000, until.tv_nsec = nanoseconds % 1000000000;
             pthread_cond_timedwait(&changed, &lock, &until);
         } else {
@@ -100,9 +102,9 @@ static void *work_through(void *given) {
     }
     return NULL;
 }
-static void add(Stream *stream, void (*run)(void *), const void *arguments, size_t bytes, double after) {
+static void add(Stream *stream, void (*run)(void *), const void *arguments, size_t bytes, double held) {
     Work *work = malloc(sizeof *work + bytes);
-    *work = (Work){NULL, run, ++stream->given, after};
+    *work = (Work){NULL, run, ++stream->given, held};
     memcpy(work->arguments, arguments, bytes);
     if (!stream->has_thread) {
         pthread_t thread;
@@ -130,7 +132,7 @@ static void give(Stream *stream, void (*run)(void *), const void *arguments, siz
         pthread_mutex_lock(&lock);
         end(stream);
     } else {
-        add(stream, run, arguments, bytes, gpu_milliseconds() + held);
+        add(stream, run, arguments, bytes, held);
     }
     pthread_mutex_unlock(&lock);
 }
