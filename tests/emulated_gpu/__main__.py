@@ -7,9 +7,10 @@ It makes what is missing in build/: an environment with PyTorch for CUDA (6 GB),
 engines, and the emulated GPU's libraries (``libraries``). Their memory is the host's. The kernels
 of this project are executed (``kernels``). torch's operators and both engines' compute on the CPU
 (``operators``, ``references``). It shows libraries, flags, devices, all that the host does, what is
-balanced, and answers; it shows no order between streams, no numbers of compiled kernels, no NCCL
-and no times. Needs Linux, an x86-64 processor, Python 3.11 or later, gcc, g++, xz, and for SGLang
-nvcc of CUDA 13.
+balanced, answers, and waits between streams that are missing (``order``); it shows no numbers of
+compiled kernels, no NCCL and no times. Streams of engines do everything at once, unless
+``EMULATED_GPU_HOLDS`` is the seed of what they hold back. Needs Linux, an x86-64 processor, Python
+3.11 or later, gcc, g++, xz, and for SGLang nvcc of CUDA 13.
 """
 
 import argparse
@@ -85,7 +86,6 @@ def environment(libraries: list[Path], operators: Path, devices: int) -> dict[st
         "VLLM_CACHE_ROOT": str(MADE / "vllm"),
         "SGLANG_JIT_CACHE_DIR": str(MADE / "sglang"),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "EMULATED_GPU_DEVICES": str(devices),
         "EMULATED_GPU_OPERATORS": str(operators),
         "VLLM_USE_DEEP_GEMM": "0",  # nobody computes what it compiles

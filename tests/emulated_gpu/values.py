@@ -37,6 +37,7 @@ from tests.emulated_gpu.engines import TYPE, Way, start  # noqa: E402
 from tests.emulated_gpu.libraries.check_collectives import check_collectives  # noqa: E402
 from tests.emulated_gpu.mistakes import FOUND_BY, PLACE  # noqa: E402
 from tests.emulated_gpu.operators.samples import check_operators  # noqa: E402
+from tests.emulated_gpu.order import check_order  # noqa: E402
 from tests.emulated_gpu.references.check import (  # noqa: E402
     check_attention,
     check_experts,
@@ -90,6 +91,7 @@ def main() -> None:
     if not parts:
         report.run("torch's samples of its operators", check_operators)
         report.run("collectives", check_collectives)
+        report.run("order between streams", check_order)
         report.run("vllm's attention", check_attention)
         report.run("sglang's attention", check_sglangs_attention)
         report.run("vllm's experts", check_experts)

@@ -118,12 +118,14 @@ def device_rig(
     setup: Setup,
     patience_ns: int = PATIENCE_NS,
     group: EngineGroup | None = None,
+    driver: Driver | None = None,
 ) -> Rig:
-    """``group`` where there are several domains."""
+    """``group`` where there are several domains, ``driver`` of a GPU where it is not the host."""
     shape, view = setup.shape, setup.view
-    driver = HostDriver()
+    driver = driver or HostDriver()
     pool = setup.pool(driver, shape.num_slots)
-    layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
+    masters = [masters_of(rank, i, shape.num_masters) for i in range(LAYERS)]
+    layers = [pool.adopt([each.to(driver.device) for each in layer]) for layer in masters]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, Programs(2, 2))
     group_setup, recorder = setup.of(rank), FakeRecorder()

@@ -21,7 +21,7 @@ DONE_BY_DOING_NOTHING = re.compile(
     | DevicePrimaryCtx(Release|SetFlags) | Device(EnablePeerAccess|SetLimit)
     | MemSetAccess | Mem(Prefetch|Advise)\w* | MemPool(Set|Trim)\w*
     | (Module|Library)Unload | (Func|Kernel)Set\w*
-    | Stream(Destroy|WaitEvent|WriteValue|BatchMemOp)\w*
+    | Stream(Destroy|WriteValue|BatchMemOp)\w*
     | ThreadExchangeStreamCaptureMode | Graph(Upload|Destroy|DebugDot)\w*
     | TensorMapEncode\w* | Profiler\w* | PointerSetAttribute
     | MemcpyToSymbol\w* )(_v\d)? | __cuda\w+""",

@@ -1,8 +1,8 @@
 /* libnccl.so.2: collectives between processes of one machine.
 
    The ranks of a communicator share a page. Each says there where its data is, and the others read it from that process
-   (process_vm_readv) between two barriers. A call waits for the other ranks at once, as everything in a stream runs at
-   once here. What is in a group runs when the group ends. Sums are made in the order of ranks, in long double, which
+   (process_vm_readv) between two barriers. A call catches up with its stream, and waits for the other
+   ranks at once. What is in a group runs when the group ends. Sums are made in the order of ranks, in long double, which
    holds every int64. What is not defined here refuses, made from the names in the real library. */
 
 #include "gpu.h"
@@ -303,9 +303,10 @@ static int close_group(void) {
     if (!gpu_is_capturing()) return run_group(group);
     group.calls = malloc(group.count * sizeof *group.calls + 1); /* the graph's */
     memcpy(group.calls, current.calls, group.count * sizeof *group.calls);
-    return gpu_do(run_captured, &group, sizeof group), 0;
+    return gpu_do(NULL, run_captured, &group, sizeof group), 0;
 }
-static int add(Call call) {
+static int add(Call call, void *stream) {
+    gpu_catch_up(stream);
     if (current.count == room) current.calls = realloc(current.calls, (room = 2 * room + 64) * sizeof *current.calls);
     current.calls[current.count++] = call;
     return depth ? 0 : close_group();
@@ -313,29 +314,29 @@ static int add(Call call) {
 API int ncclGroupStart(void) { return depth++, 0; }
 API int ncclGroupEnd(void) { return --depth ? 0 : close_group(); }
 API int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, Communicator *of, void *stream) {
-    return add((Call){all_reduce, of, from, to, count, type, operation, -1});
+    return add((Call){all_reduce, of, from, to, count, type, operation, -1}, stream);
 }
 API int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root, Communicator *of, void *stream) {
-    return add((Call){all_reduce, of, from, to, count, type, operation, root});
+    return add((Call){all_reduce, of, from, to, count, type, operation, root}, stream);
 }
 API int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation, Communicator *of, void *stream) {
-    return add((Call){reduce_scatter, of, from, to, count, type, operation, -1});
+    return add((Call){reduce_scatter, of, from, to, count, type, operation, -1}, stream);
 }
 API int ncclAllGather(const void *from, void *to, size_t count, int type, Communicator *of, void *stream) {
-    return add((Call){all_gather, of, from, to, count, type, 0, -1});
+    return add((Call){all_gather, of, from, to, count, type, 0, -1}, stream);
 }
 API int ncclAlltoAll(const void *from, void *to, size_t count, int type, Communicator *of, void *stream) {
-    return add((Call){all_to_all, of, from, to, count, type, 0, -1});
+    return add((Call){all_to_all, of, from, to, count, type, 0, -1}, stream);
 }
 API int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Communicator *of, void *stream) {
-    return add((Call){broadcast, of, from, to, count, type, 0, root});
+    return add((Call){broadcast, of, from, to, count, type, 0, root}, stream);
 }
 API int ncclBcast(void *at, size_t count, int type, int root, Communicator *of, void *stream) {
-    return add((Call){broadcast, of, at, at, count, type, 0, root});
+    return add((Call){broadcast, of, at, at, count, type, 0, root}, stream);
 }
 API int ncclSend(const void *from, size_t count, int type, int to, Communicator *of, void *stream) {
-    return add((Call){send, of, from, NULL, count, type, 0, to});
+    return add((Call){send, of, from, NULL, count, type, 0, to}, stream);
 }
 API int ncclRecv(void *to, size_t count, int type, int from, Communicator *of, void *stream) {
-    return add((Call){receive, of, NULL, to, count, type, 0, from});
+    return add((Call){receive, of, NULL, to, count, type, 0, from}, stream);
 }

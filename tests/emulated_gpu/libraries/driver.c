@@ -62,7 +62,7 @@ static CUresult allocated(void **at, size_t bytes, int kind) {
 }
 API CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) { return allocated((void **)at, bytes, OF_DEVICE); }
 API CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream stream) { return cuMemAlloc(at, bytes); }
-API CUresult cuMemFree(CUdeviceptr at) { return gpu_free((void *)at), CUDA_SUCCESS; }
+API CUresult cuMemFree(CUdeviceptr at) { return gpu_wait_for_all(), gpu_free((void *)at), CUDA_SUCCESS; }
 API CUresult cuMemFreeAsync(CUdeviceptr at, CUstream stream) { return cuMemFree(at); }
 API CUresult cuMemHostAlloc(void **at, size_t bytes, unsigned flags) { return allocated(at, bytes, OF_HOST); }
 API CUresult cuMemFreeHost(void *at) { return gpu_free(at), CUDA_SUCCESS; }
@@ -83,28 +83,32 @@ API CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, C
     }
 }
 
-/* Copies. Those that block do so in no stream. */
-API CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) { return memcpy((void *)to, from, bytes), CUDA_SUCCESS; }
-API CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) { return memcpy(to, (void *)from, bytes), CUDA_SUCCESS; }
+/* Copies. Those that block come behind the default stream. */
+API CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
+    return gpu_catch_up(NULL), memcpy((void *)to, from, bytes), CUDA_SUCCESS;
+}
+API CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
+    return gpu_catch_up(NULL), memcpy(to, (void *)from, bytes), CUDA_SUCCESS;
+}
 #define COPIES(name, to_type, from_type) \
     API CUresult name(to_type to, from_type from, size_t bytes, CUstream stream) { \
-        gpu_copy((void *)to, (const void *)from, bytes); \
+        gpu_copy((void *)to, (const void *)from, bytes, stream); \
         OK; \
     }
 COPIES(cuMemcpyHtoDAsync, CUdeviceptr, const void *)
 COPIES(cuMemcpyDtoHAsync, void *, CUdeviceptr)
 COPIES(cuMemcpyDtoDAsync, CUdeviceptr, CUdeviceptr)
 COPIES(cuMemcpyAsync, CUdeviceptr, CUdeviceptr)
-#define FILLS(name, value_type, stream_parameter) \
+#define FILLS(name, value_type, stream, stream_parameter) \
     API CUresult name(CUdeviceptr at, value_type value, size_t count stream_parameter) { \
-        gpu_fill((Fill){(void *)at, value, sizeof value, count}); \
+        gpu_fill((Fill){(void *)at, value, sizeof value, count}, stream); \
         OK; \
     }
 #define IN_STREAM , CUstream stream
-FILLS(cuMemsetD8, unsigned char, )
-FILLS(cuMemsetD8Async, unsigned char, IN_STREAM)
-FILLS(cuMemsetD16Async, unsigned short, IN_STREAM)
-FILLS(cuMemsetD32Async, unsigned, IN_STREAM)
+FILLS(cuMemsetD8, unsigned char, NULL, )
+FILLS(cuMemsetD8Async, unsigned char, stream, IN_STREAM)
+FILLS(cuMemsetD16Async, unsigned short, stream, IN_STREAM)
+FILLS(cuMemsetD32Async, unsigned, stream, IN_STREAM)
 
 /* Virtual memory: an allocation is a file in memory, its handle the descriptor, mapped wherever it is asked to be. */
 API CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags flags) {
@@ -190,38 +194,43 @@ API CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function, const
 }
 API CUresult cuLaunchKernel(CUfunction function, unsigned grid, unsigned y, unsigned z, unsigned threads, unsigned u, unsigned v,
                             unsigned shared, CUstream stream, void **values, void **extra) {
-    return gpu_launch((Function *)function, grid * y * z, threads * u * v, values);
+    return gpu_launch((Function *)function, grid * y * z, threads * u * v, values, stream);
 }
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **values, void **extra) {
     return gpu_launch((Function *)function, c->gridDimX * c->gridDimY * c->gridDimZ, c->blockDimX * c->blockDimY * c->blockDimZ,
-                           values);
+                      values, c->hStream);
 }
 API CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid, unsigned y, unsigned z, unsigned threads, unsigned u,
                                        unsigned v, unsigned shared, CUstream stream, void **values) {
-    return gpu_launch((Function *)function, grid * y * z, threads * u * v, values);
+    return gpu_launch((Function *)function, grid * y * z, threads * u * v, values, stream);
 }
-API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument) { return gpu_call(function, argument), CUDA_SUCCESS; }
+API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument) {
+    return gpu_call(function, argument, stream), CUDA_SUCCESS;
+}
 
 /* Streams and events. */
-API CUresult cuStreamCreate(CUstream *stream, unsigned flags) { GIVE(stream, gpu_handle()); }
-API CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) { GIVE(stream, gpu_handle()); }
+API CUresult cuStreamCreate(CUstream *stream, unsigned flags) { GIVE(stream, gpu_stream(flags & CU_STREAM_NON_BLOCKING)); }
+API CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) { return cuStreamCreate(stream, flags); }
 API CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) { return cuCtxGetCurrent(context); }
 API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     GIVE(status, gpu_is_capturing() ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE);
 }
 API CUresult cuEventCreate(CUevent *event, unsigned flags) { GIVE(event, (CUevent)gpu_event()); }
-API CUresult cuEventDestroy(CUevent event) { return free(event), CUDA_SUCCESS; }
-API CUresult cuEventRecord(CUevent event, CUstream stream) { GIVE((double *)event, gpu_milliseconds()); }
+API CUresult cuEventDestroy(CUevent event) { OK; }
+API CUresult cuEventRecord(CUevent event, CUstream stream) { return gpu_record((Event *)event, stream), CUDA_SUCCESS; }
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+    return gpu_put_behind(stream, (Event *)event), CUDA_SUCCESS;
+}
 API CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end) {
-    GIVE(milliseconds, *(double *)end - *(double *)start);
+    return gpu_elapsed((Event *)start, (Event *)end, milliseconds);
 }
 
 /* What waits learns of a kernel that failed. */
-API CUresult cuCtxSynchronize(void) { return gpu_wait(); }
-API CUresult cuStreamSynchronize(CUstream stream) { return gpu_wait(); }
-API CUresult cuStreamQuery(CUstream stream) { return gpu_error(); }
-API CUresult cuEventSynchronize(CUevent event) { return gpu_error(); }
-API CUresult cuEventQuery(CUevent event) { return gpu_error(); }
+API CUresult cuCtxSynchronize(void) { return gpu_wait_for_all(); }
+API CUresult cuStreamSynchronize(CUstream stream) { return gpu_wait(stream); }
+API CUresult cuStreamQuery(CUstream stream) { return gpu_is_done(stream); }
+API CUresult cuEventSynchronize(CUevent event) { return gpu_await_event((Event *)event); }
+API CUresult cuEventQuery(CUevent event) { return gpu_has_happened((Event *)event); }
 
 /* Functions by name, in their newest form. */
 API int gpu_lookup(const char *name, void **function) {

@@ -1,6 +1,6 @@
 /* Kernels that do something: those whose decoded PTX Python hands over are executed by the machine of tests/emulated_gpu/kernels.
 
-   A launch runs to its end at once. Where it waits for another rank, which is another process over the same memory, it
+   A launch runs to its end. Where it waits for another rank, which is another process over the same memory, it
    goes round until that has come. Nothing looks for races here. */
 
 #include "gpu.h"
@@ -53,13 +53,13 @@ static void execute(void *arguments) {
     free_machine(m);
 }
 
-API int gpu_launch(const Function *function, int grid, int threads, void **values) {
+API int gpu_launch(const Function *function, int grid, int threads, void **values, void *stream) {
     if (!function->kernel) return error ? error : gpu_refuses(function->name);
     int last = function->count - 1, bytes = last < 0 ? 0 : function->parameters[last][0] + function->parameters[last][1];
     Execution *launch = calloc(1, sizeof *launch + bytes);
     launch->kernel = function->kernel, launch->grid = grid, launch->num_warps = threads / LANES, launch->bytes = bytes;
     for (int n = 0; n <= last; n++) memcpy(launch->parameters + function->parameters[n][0], values[n], function->parameters[n][1]);
-    gpu_do(execute, launch, sizeof *launch + bytes);
+    gpu_do(stream, execute, launch, sizeof *launch + bytes);
     free(launch);
     return error;
 }

@@ -65,11 +65,11 @@ API Error cudaDeviceGetStreamPriorityRange(int *least, int *most) {
 API Error cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) { GIVE(pool, gpu_handle()); }
 API Error cudaMemPoolGetAttribute(cudaMemPool_t pool, enum cudaMemPoolAttr attribute, void *value) { GIVE((size_t *)value, 0); }
 /* What waits learns of a kernel that failed. */
-API Error cudaDeviceSynchronize(void) { return gpu_wait(); }
-API Error cudaStreamSynchronize(cudaStream_t stream) { return gpu_wait(); }
-API Error cudaStreamQuery(cudaStream_t stream) { return gpu_error(); }
-API Error cudaEventSynchronize(cudaEvent_t event) { return gpu_error(); }
-API Error cudaEventQuery(cudaEvent_t event) { return gpu_error(); }
+API Error cudaDeviceSynchronize(void) { return gpu_wait_for_all(); }
+API Error cudaStreamSynchronize(cudaStream_t stream) { return gpu_wait(stream); }
+API Error cudaStreamQuery(cudaStream_t stream) { return gpu_is_done(stream); }
+API Error cudaEventSynchronize(cudaEvent_t event) { return gpu_await_event((Event *)event); }
+API Error cudaEventQuery(cudaEvent_t event) { return gpu_has_happened((Event *)event); }
 API const char *cudaGetErrorName(Error error) { return gpu_error_name(error); }
 API const char *cudaGetErrorString(Error error) { return cudaGetErrorName(error); }
 
@@ -81,7 +81,7 @@ API Error cudaMalloc(void **at, size_t bytes) { return allocated(at, bytes, OF_D
 API Error cudaMallocAsync(void **at, size_t bytes, cudaStream_t stream) { return allocated(at, bytes, OF_DEVICE); }
 API Error cudaHostAlloc(void **at, size_t bytes, unsigned flags) { return allocated(at, bytes, OF_HOST); }
 API Error cudaMallocHost(void **at, size_t bytes) { return allocated(at, bytes, OF_HOST); }
-API Error cudaFree(void *at) { return gpu_free(at), cudaSuccess; }
+API Error cudaFree(void *at) { return gpu_wait_for_all(), gpu_free(at), cudaSuccess; }
 API Error cudaFreeAsync(void *at, cudaStream_t stream) { return cudaFree(at); }
 API Error cudaFreeHost(void *at) { return cudaFree(at); }
 API Error cudaHostRegister(void *at, size_t bytes, unsigned flags) { return gpu_note(at, bytes, OF_HOST), cudaSuccess; }
@@ -101,20 +101,24 @@ API Error cudaPointerGetAttributes(struct cudaPointerAttributes *found, const vo
     found->hostPointer = kind == OF_HOST ? (void *)at : NULL;
     OK;
 }
-API Error cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) { return memmove(to, from, bytes), cudaSuccess; }
+API Error cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+    return gpu_catch_up(NULL), memmove(to, from, bytes), cudaSuccess;
+}
 API Error cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return gpu_copy(to, from, bytes), cudaSuccess;
+    return gpu_copy(to, from, bytes, stream), cudaSuccess;
 }
 API Error cudaMemcpyPeerAsync(void *to, int device, const void *from, int source, size_t bytes, cudaStream_t stream) {
-    return gpu_copy(to, from, bytes), cudaSuccess;
+    return gpu_copy(to, from, bytes, stream), cudaSuccess;
 }
 API Error cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                             enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return gpu_copy_rows((Copy){to, from, width, height, to_pitch, from_pitch}), cudaSuccess;
+    return gpu_copy_rows((Copy){to, from, width, height, to_pitch, from_pitch}, stream), cudaSuccess;
 }
-API Error cudaMemset(void *at, int value, size_t bytes) { return memset(at, value, bytes), cudaSuccess; }
+API Error cudaMemset(void *at, int value, size_t bytes) {
+    return gpu_fill((Fill){at, value, 1, bytes}, NULL), cudaSuccess;
+}
 API Error cudaMemsetAsync(void *at, int value, size_t bytes, cudaStream_t stream) {
-    return gpu_fill((Fill){at, value, 1, bytes}), cudaSuccess;
+    return gpu_fill((Fill){at, value, 1, bytes}, stream), cudaSuccess;
 }
 
 /* Launches, of kernels that nobody computes, and what the compiler puts around them. */
@@ -149,10 +153,10 @@ API Error cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *count, con
     GIVE(count, 2);
 }
 API Error cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
-    return gpu_call(function, argument), cudaSuccess;
+    return gpu_call(function, argument, stream), cudaSuccess;
 }
 API Error cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *argument, unsigned flags) {
-    return function(stream, cudaSuccess, argument), cudaSuccess;
+    return gpu_catch_up(stream), function(stream, cudaSuccess, argument), cudaSuccess;
 }
 API Error cudaGetKernel(cudaKernel_t *kernel, const void *function) { GIVE(kernel, (cudaKernel_t)function); }
 API Error cudaGetFuncBySymbol(cudaFunction_t *function, const void *symbol) { GIVE(function, (cudaFunction_t)symbol); }
@@ -174,17 +178,22 @@ API Error __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, vo
 }
 
 /* Streams, events and graphs. */
-API Error cudaStreamCreate(cudaStream_t *stream) { GIVE(stream, gpu_handle()); }
-API Error cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { GIVE(stream, gpu_handle()); }
-API Error cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { GIVE(stream, gpu_handle()); }
+API Error cudaStreamCreate(cudaStream_t *stream) { GIVE(stream, gpu_stream(0)); }
+API Error cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { GIVE(stream, gpu_stream(flags & cudaStreamNonBlocking)); }
+API Error cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    return cudaStreamCreateWithFlags(stream, flags);
+}
 API Error cudaStreamGetPriority(cudaStream_t stream, int *priority) { GIVE(priority, 0); }
 API Error cudaEventCreate(cudaEvent_t *event) { GIVE(event, (cudaEvent_t)gpu_event()); }
 API Error cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return cudaEventCreate(event); }
-API Error cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
-API Error cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { GIVE((double *)event, gpu_milliseconds()); }
+API Error cudaEventDestroy(cudaEvent_t event) { OK; }
+API Error cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return gpu_record((Event *)event, stream), cudaSuccess; }
+API Error cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    return gpu_put_behind(stream, (Event *)event), cudaSuccess;
+}
 API Error cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }
 API Error cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
-    GIVE(milliseconds, *(double *)end - *(double *)start);
+    return gpu_elapsed((Event *)start, (Event *)end, milliseconds);
 }
 API Error cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) { return gpu_begin_capture(), cudaSuccess; }
 API Error cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) { GIVE(graph, (cudaGraph_t)gpu_end_capture()); }
@@ -205,7 +214,7 @@ API Error cudaGraphInstantiate(cudaGraphExec_t *made, cudaGraph_t graph, unsigne
 API Error cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
     GIVE(made, (cudaGraphExec_t)graph);
 }
-API Error cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) { return gpu_run_graph((Graph *)graph), cudaSuccess; }
+API Error cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) { return gpu_run_graph((Graph *)graph, stream), cudaSuccess; }
 API Error cudaGraphExecDestroy(cudaGraphExec_t graph) { return gpu_free_graph((Graph *)graph), cudaSuccess; }
 API Error cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { GIVE(count, 1); } /* not empty */
 API Error cudaGraphNodeGetDependencies(cudaGraphNode_t node, cudaGraphNode_t *others, cudaGraphEdgeData *edges, size_t *count) {

@@ -6,7 +6,10 @@ from pathlib import Path
 __all__ = ["build_operators"]
 
 SOURCE = Path(__file__).with_name("values.cpp")
-OPTIONS = "-shared -fPIC -O1 -std=c++20 -Wall -Werror -Wno-attributes -fvisibility=hidden"
+OPTIONS = (
+    "-shared -fPIC -O1 -std=c++20 -fvisibility=hidden"
+    " -Wall -Werror -Wno-attributes -Wno-interference-size"
+)
 LIBRARIES = "-lc10", "-ltorch_cpu", "-l:libcuda.so.1"
 
 

@@ -43,6 +43,6 @@ def in_stream(function: Callable[..., Any]) -> Callable[..., None]:
                 function(*args, **named)
 
         _captured.append(_CALLBACK(again))
-        ctypes.CDLL("libcuda.so.1").gpu_call(_captured[-1], None)
+        ctypes.CDLL("libcuda.so.1").gpu_call(_captured[-1], None, None)
 
     return run

@@ -2,13 +2,16 @@
 
    Memory of the emulated GPU is the host's, so a CUDA tensor can be looked at as a CPU tensor without a copy. One boxed
    function takes the place of every CUDA kernel in `aten` that has a CPU kernel beside it, and calls the operator again
-   with such tensors. Operators that allocate, or make views, stay torch's own. Those without a CPU kernel raise. */
+   with such tensors, at once, but not before the current stream has done what it was given (`stream.c`). Operators that
+   allocate, or make views, stay torch's own. Those without a CPU kernel raise. */
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/List.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <mutex>
@@ -17,13 +20,19 @@
 
 extern "C" { /* of libcuda.so.1: see gpu.h */
 int gpu_is_capturing(void);
-void gpu_call(void (*function)(void *), void *argument);
+void gpu_call(void (*function)(void *), void *argument, void *stream);
+void gpu_catch_up(void *stream);
+void gpu_copy(void *to, const void *from, size_t bytes, void *stream);
 }
 
 namespace {
 
 using c10::IValue;
 using torch::jit::Stack;
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(device); }
+void *handle_of(c10::Stream stream) { return c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamNativeHandle(stream); }
+void catch_up(c10::Device device) { gpu_catch_up(handle_of(current_stream(device))); }
 
 /* A CPU tensor over the bytes of a CUDA tensor, whose storage it keeps. Once resized, it has memory of its own. */
 at::Tensor on_host(const at::Tensor &device) {
@@ -55,6 +64,8 @@ at::Generator on_host(const at::Generator &device) {
 /* One call of an operator: its arguments go to the host, its results to the device. */
 class Call {
   public:
+    std::optional<c10::Device> device; /* once an argument has shown it */
+
     IValue to_host(const IValue &value) {
         if (value.isTensor()) return to_host(value.toTensor());
         if (value.isTensorList()) {
@@ -96,7 +107,6 @@ class Call {
 
   private:
     std::vector<std::pair<at::Tensor, at::Tensor>> seen; /* on the device, on the host */
-    std::optional<c10::Device> device;
 
     at::Tensor to_host(const at::Tensor &tensor) {
         if (!tensor.defined() || !tensor.is_cuda()) return tensor;
@@ -152,6 +162,7 @@ void run_on_host(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stac
     const bool is_captured = gpu_is_capturing();
     Call call;
     for (size_t n = first; n < stack->size(); n++) (*stack)[n] = call.to_host((*stack)[n]);
+    if (call.device) catch_up(*call.device);
     Stack arguments;
     if (is_captured) arguments.assign(stack->begin() + first, stack->end());
     op.callBoxed(stack);
@@ -159,7 +170,21 @@ void run_on_host(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stac
     for (size_t n = first; n < stack->size(); n++) (*stack)[n] = call.to_device((*stack)[n]);
     if (!is_captured) return;
     auto results = Captured::tensors_of(stack->begin() + first, stack->end());
-    gpu_call(Captured::repeat, new Captured{op, std::move(arguments), std::move(results)});
+    gpu_call(Captured::repeat, new Captured{op, std::move(arguments), std::move(results)}, nullptr);
+}
+
+/* A copy of the device, or of page-locked memory where nobody waits for it, is the stream's. */
+void copy(const c10::OperatorHandle &op, c10::DispatchKeySet keys, Stack *stack) {
+    const at::Tensor to = torch::jit::peek(*stack, 0, 3).toTensor(), from = torch::jit::peek(*stack, 1, 3).toTensor();
+    const at::Tensor &device = to.is_cuda() ? to : from, &other = to.is_cuda() ? from : to;
+    const bool is_alike = to.sizes() == from.sizes() && to.dtype() == from.dtype() && to.is_contiguous() &&
+                          from.is_contiguous() && !from.is_conj() && !from.is_neg();
+    const bool is_beside = torch::jit::peek(*stack, 2, 3).toBool() && other.is_cpu() && other.is_pinned();
+    if (gpu_is_capturing() || !is_alike || !(is_beside || other.device() == device.device())) return run_on_host(op, keys, stack);
+    const c10::Stream stream = current_stream(device.device());
+    gpu_copy(to.data_ptr(), from.data_ptr(), to.nbytes(), handle_of(stream));
+    if (is_beside) at::getHostAllocator(at::kCUDA)->record_event(other.data_ptr(), other.storage().data_ptr().get_context(), stream);
+    torch::jit::drop(*stack, 2);
 }
 
 void refuse(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *) {
@@ -187,25 +212,27 @@ class Replacement {
             const auto op = dispatcher.findSchema(name);
             if (name.name.rfind("aten::", 0) != 0 || !op || looks_at_no_values(op->schema())) continue;
             const bool has_cpu_kernel = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
-            replace(name, has_cpu_kernel);
+            has_cpu_kernel ? replace<&run_on_host>(name) : replace<&refuse>(name);
             (has_cpu_kernel ? on_host : refused)++;
         }
         /* Its one kernel is for all devices, and first makes a tensor contiguous with kernels of the GPU. */
-        replace({"aten::copy_", ""}, true);
+        replace<&copy>({"aten::copy_", ""});
     }
 
   private:
     torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__};
 
-    void replace(const c10::OperatorName &name, bool has_cpu_kernel) {
+    template <c10::BoxedKernel::BoxedKernelFunction_withDispatchKeys *kernel> void replace(const c10::OperatorName &name) {
         const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
         const std::string own = name.name.substr(strlen("aten::")) + overload;
-        library.impl(own.c_str(), has_cpu_kernel ? torch::CppFunction::makeFromBoxedFunction<&run_on_host>()
-                                                 : torch::CppFunction::makeFromBoxedFunction<&refuse>());
+        library.impl(own.c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
     }
 };
 
-at::Tensor host(const at::Tensor &tensor) { return on_host(tensor); }
+at::Tensor host(const at::Tensor &tensor) {
+    if (tensor.is_cuda()) catch_up(tensor.device());
+    return on_host(tensor);
+}
 
 std::tuple<int64_t, int64_t> replace_operators() {
     static Replacement made;
