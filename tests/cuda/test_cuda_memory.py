@@ -48,7 +48,7 @@ class _Bindings:
 
     def __init__(self, **answers: Any) -> None:
         self.answers = {"cuMemGetAllocationGranularity": 1 << 21, "cuDeviceGetAttribute": 1}
-        self.answers.update(answers)
+        self.answers |= {"cuDeviceGetUuid": SimpleNamespace(bytes=bytes(16)), **answers}
         self.calls: list[tuple[Any, ...]] = []
 
     def CUmemAllocationProp(self) -> SimpleNamespace:

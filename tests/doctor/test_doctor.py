@@ -219,6 +219,9 @@ def test_weights_and_slots_are_weighed_against_memory(model: str) -> None:
     assert checkpoint_bytes(model) == (104 << 20, 3 << 20, 4 << 20)
     half = Subject(model=model, ranks=RankCount(4, 2, 1, 2), micro_batches=2)
     (found,) = check_memory(half, 4 * GIB)
+    assert "slots of each layer's own 32.0 MiB" in found.seen
+    half = replace(half, config=BalanceConfig(slot_memory="shared"))
+    (found,) = check_memory(half, 4 * GIB)
     assert found.seen == "weights 52.0 MiB and slots 24.0 MiB on this host, 4.0 GiB available"
     assert statuses(check_memory(half, 2 * GIB)) == [Status.WARNING]
     (found,) = check_memory(half, 900 << 20)
