@@ -123,7 +123,7 @@ def test_simulated_layers_are_balanced_and_their_outputs_compared(
 ) -> None:
     parts = bare_report["parts"]
     layers = [part["rows"][0] for part in parts if part["part"].startswith("layer")]
-    assert len(layers) == 2
+    assert len(layers) == 4
     for row in layers:
         assert row["replicas"] > 0
         assert row["imbalance_after"] < row["imbalance_before"]

@@ -70,7 +70,8 @@ def _finish_slots(
         amount = tl.load(attempts.placed + offsets * 2 + 1, mask=planned & (held >= 0), other=0)
         copied = held
     else:
-        planned = exists & (decision == PLANNED) & (slot >= 0) & (slot < NUM_SLOTS)
+        planned = places < tl.where(decision == PLANNED, SIZES.num_ranks * SIZES.all_slots, 0)
+        planned = planned & (slot >= 0) & (slot < NUM_SLOTS)
         offsets = slot * SIZES.num_ranks + holder
         held = tl.load(kept.placed + offsets * 2, mask=planned, other=-1)
         amount = tl.load(kept.placed + offsets * 2 + 1, mask=planned, other=0)
