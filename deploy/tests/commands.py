@@ -79,12 +79,12 @@ def named(line: list[str]) -> dict[str, str]:
 
 
 def check_parallelism(engine: str, flags: argparse.Namespace) -> None:
-    """Raises UnsupportedError where nothing could be balanced."""
+    """Fails where nothing could be balanced."""
     if engine == "vllm":
         num_ranks = flags.tensor_parallel_size * flags.data_parallel_size
-        vllm._check_parallelism(num_ranks, flags.enable_expert_parallel)
+        assert vllm.wrong_ranks(num_ranks, flags.enable_expert_parallel) is None
     else:
-        sglang._check_parallelism(flags)
+        assert sglang.wrong_sizes(flags) is None
 
 
 def accepts(
