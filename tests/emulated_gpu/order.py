@@ -142,9 +142,7 @@ def run_batches(
         balancer.receive()
         balancer.computed()
 
-    for layer in range(LAYERS):  # the kernel is compiled
-        compute_experts(rig, rank, layer, decoded, decode)
-    decode_batch()
+    decode_batch()  # what is captured is compiled
     graph, dispatched = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         decode_batch()
@@ -171,17 +169,26 @@ def run_batches(
     torch.cuda.synchronize()
     balancer.computed()
     rig.fabric.require_peers()
-    found = []
-    if torch.stack(others).any():
-        found.append("memory that belongs to others")
-    if not torch.equal(torch.stack(dispatched).cpu().view(told.shape), told):
-        found.append("ids that the host was told")
+    sent = torch.stack(dispatched).cpu().view(told.shape)
+    is_wrong = {
+        "memory that belongs to others": bool(torch.stack(others).any()),
+        "ids that the host was told": not torch.equal(sent, told),
+        "loads that were recorded": recorded_loads(rig) != loads_of(ids.cpu().numpy()),
+    }
+    parts = out.cpu().numpy(), answers.numpy()
+    return [what for what, wrong in is_wrong.items() if wrong], parts
+
+
+def recorded_loads(rig: rigs.Rig) -> list[list[int]]:
+    """Of each layer's experts, as this rank's recorder was told."""
     events = [event for event in rig.recorder.events if isinstance(event, dict)]
-    counted = ids.cpu().view(-1, TOKENS * TOP_K)
-    loads = [np.bincount(each[each >= 0], minlength=8).tolist() for each in counted.numpy()]
-    if loads != [event["expert_load"] for event in events]:
-        found.append("loads that were recorded")
-    return found, (out.cpu().numpy(), answers.numpy())
+    return [event["expert_load"] for event in events]
+
+
+def loads_of(ids: Numbers) -> list[list[int]]:
+    """Of each layer's experts, from ids (B, layers, T, K)."""
+    layers, experts = ids.reshape(-1, TOKENS * TOP_K), SHAPE.num_logical_experts
+    return [np.bincount(each[each >= 0], minlength=experts).tolist() for each in layers]
 
 
 def wait_for_host_copy(beside: torch.cuda.Stream) -> None:
