@@ -66,7 +66,7 @@ def status(url: str) -> int:
     """Of the answer to a GET; 0 while nobody listens, and where it ends before it answers."""
     try:
         return httpx.get(url, timeout=30).status_code
-    except (httpx.ConnectError, httpx.ReadError):
+    except httpx.TransportError:
         return 0
 
 
