@@ -27,8 +27,7 @@ SIDECAR_DISTANCE = 700
 # For slots of each layer's own where nobody chose them: of a rank's memory; and ranks on GPUs,
 # where one warp looks for copies beside those that stay.
 MOST_SLOT_PERCENT, MOST_RANKS_ON_GPUS = 6, 16
-# For the smallest batch where nobody chose it: tokens, and the imbalance at which it pays.
-LEAST_BATCH_TOKENS, PAYING_PERCENT = 256, 130
+LEAST_BATCH_TOKENS = 256  # of the smallest batch where nobody chose it
 _VLLM_PORT = 8000
 _LAST_PORT = 65535
 
@@ -101,7 +100,7 @@ class BalanceConfig(Settings):
         ge=0,
         le=1 << 30,
         description="smaller batches (decode) are left alone; 0: those below "
-        f"{LEAST_BATCH_TOKENS} or too small to pay at an imbalance of {PAYING_PERCENT / 100}",
+        f"{LEAST_BATCH_TOKENS}, or too small to pay by measured costs",
     )
     max_imbalance: float = Field(
         default=1.02,

@@ -5,11 +5,17 @@ from typing import Any
 
 from docs.generate.figures import read_document, read_rows
 from docs.generate.reference import table
+from ultraep_lab.machines import HARDWARE, estimated_costs
+from ultraep_lab.machines import MODELS as SIZES
+from ultraep_serve.config import LEAST_BATCH_TOKENS
+from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
+from ultraep_serve.types import ExpertShape
 
 __all__ = [
     "DEFAULT",
     "GROUPS",
     "MODELS",
+    "commit",
     "conditions",
     "expect",
     "gains",
@@ -20,10 +26,10 @@ __all__ = [
     "spread",
 ]
 
-MODELS = {  # as JSON names them: type of experts, and MoE layers in all
-    "Qwen3-235B-A22B": ("BF16", 94),
-    "DeepSeek-V4-Flash": ("FP8", 43),
-    "GLM-5.2": ("FP8", 75),
+MODELS = {  # as JSON names them: type of experts, MoE layers in all, and the name of its sizes
+    "Qwen3-235B-A22B": ("BF16", 94, "qwen3-235b-a22b"),
+    "DeepSeek-V4-Flash": ("FP8", 43, "deepseek-v4-flash"),
+    "GLM-5.2": ("FP8", 75, "glm-5"),
 }
 GROUPS = {
     (8, "h200"): "8 H200",
@@ -33,7 +39,7 @@ GROUPS = {
 }
 DEFAULT = {8: "staying", 16: "staying", 64: "afresh"}  # memory of slots on so many GPUs
 _SIZES = (256, 1024, 8192)  # tokens of each rank
-_MEMORIES = ("staying", "afresh")
+_MEMORIES = {"staying": 0, "afresh": NEW_COPIES}  # copies that the smallest batch pays for
 _TRAFFIC = {
     "the same": "steady",
     "jitter 0.5": "jitter",
@@ -57,10 +63,14 @@ _HELD = {  # rows of recorded routing
 }
 
 
+def commit(*documents: Mapping[str, Any]) -> str:
+    """What measured or predicted them."""
+    return ", ".join(dict.fromkeys(f"`{document['commit'][:8]}`" for document in documents))
+
+
 def conditions(text: str, *documents: Mapping[str, Any]) -> str:
-    """The line above a table: what was measured or predicted, and the commits that did it."""
-    commits = ", ".join(dict.fromkeys(f"`{document['commit'][:8]}`" for document in documents))
-    return f"*{text}; commit {commits}.*\n\n"
+    """The line above a table: its conditions, and the commit where rows have none of their own."""
+    return f"*{text}{f'; commit {commit(*documents)}' if documents else ''}.*\n\n"
 
 
 def spread(found: Mapping[str, float], digits: int) -> str:
@@ -85,24 +95,42 @@ def _listed(parts: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
+def _smallest_batch(model: str, num_ranks: int, hardware: str, copies: int) -> int:
+    """Tokens of all ranks, below which ranks with these costs leave a batch alone."""
+    weights, _, name = MODELS[model]
+    sizes = SIZES[name]
+    costs = estimated_costs(sizes, HARDWARE[hardware], weights.lower(), num_ranks)
+    shape = ExpertShape(num_ranks, sizes.num_experts, 2)
+    fewest = fewest_assignments(costs.integer_costs(), shape, copies, None)
+    return max(LEAST_BATCH_TOKENS, -(-fewest // sizes.experts_per_token))
+
+
 def expect() -> str:
     """By model and group: imbalance, times as fast by batch and memory, and what pays."""
     document = read_document("residents")
     pays = {(row["model"], row["ranks"], row["hardware"]): row for row in document["pays_from"]}
     rows = []
-    for model, (weights, _) in MODELS.items():
+    for model, (weights, *_) in MODELS.items():
         for group, called in GROUPS.items():
             found = [_row(model, *group, tokens) for tokens in _SIZES]
-            gains = [
-                _listed(f"{row['times_as_fast'][name]:.2f}" for row in found) for name in _MEMORIES
-            ]
+            gains = []
+            for name, copies in _MEMORIES.items():
+                smallest = _smallest_batch(model, *group, copies)
+                gains.append(
+                    _listed(
+                        f"{row['times_as_fast'][name]:.2f}"
+                        if row["tokens"] * group[0] >= smallest
+                        else "—"
+                        for row in found
+                    )
+                )
             tokens = pays[(model, *group)]["tokens"]
             least = (f"{tokens[name]:,}" if tokens[name] else "never" for name in _MEMORIES)
             before = spread(found[-1]["before"], 2)
             rows.append((f"{model}, {weights}", called, before, *gains, " / ".join(least)))
     sizes = " / ".join(f"{tokens:,}" for tokens in _SIZES)
     layers = _listed(
-        f"{_row(model, 8, 'h200', 8192)['layers']} of {of}" for model, (_, of) in MODELS.items()
+        f"{_row(model, 8, 'h200', 8192)['layers']} of {of}" for model, (_, of, _) in MODELS.items()
     )
     head = (
         "model", "GPUs", "busiest rank over mean", "`per_layer`", "`shared`",
@@ -216,7 +244,7 @@ def gains() -> list[tuple[str, ...]]:
         ("Qwen3-235B-A22B", 64, "gb200"),
     ):
         found = [_row(model, ranks, hardware, tokens) for tokens in (1024, 8192)]
-        weights, of = MODELS[model]
+        weights, of, _ = MODELS[model]
         name = DEFAULT[ranks]
         fast = [row["times_as_fast"] for row in found]
         after = max(row["imbalance"][name] for row in found[1:])
@@ -227,6 +255,7 @@ def gains() -> list[tuple[str, ...]]:
                 f"{spread(found[1]['before'], 2)} → {after:.2f}",
                 _listed(f"{each[name]:.2f}" for each in fast),
                 _listed(f"{100 * each[name] / each['ideal']:.0f}" for each in fast) + " %",
+                commit(read_document("residents")),
             )
         )
     return rows

@@ -22,7 +22,7 @@ from docs.generate.figures import (
     rounds,
     times,
 )
-from docs.generate.predictions import conditions
+from docs.generate.predictions import commit, conditions
 from docs.generate.reference import table, table_in, with_table
 
 __all__ = ["PAGES", "statements", "updated"]
@@ -83,7 +83,7 @@ def statements() -> dict[Path, list[str]]:
     ]
     answers = read_document("soak")["seen"]["answers"]
     batches = sum(row["batches"] for row in read_document("random_batches")["results"])
-    slots, memory = _memory()
+    slots, shared, memory = _memory()
     checks, device = (read_document(f"gpu-{name}") for name in ("checks", "device"))
     return {
         _README: [
@@ -92,6 +92,7 @@ def statements() -> dict[Path, list[str]]:
             sampled,
             "{} and {} model families".format(*balanced),
             f"{slots} per rank for Qwen3-235B",
+            f"{shared} per rank for Qwen3-235B",
             _left_alone(),
             f"MoE layers gain {predictions.gains()[0][2].split(', ')[1]}, predicted",
         ],
@@ -176,8 +177,8 @@ def _samples_cost() -> str:
     )
 
 
-def _memory() -> tuple[str, list[str]]:
-    """Two slots of Qwen3-235B, and the rows of the table, by the sizes of the layers on the GPU."""
+def _memory() -> tuple[str, str, list[str]]:
+    """Two slots of Qwen3-235B, per layer and shared, and the table's rows; of layers on the GPU."""
     rows = []
     for name, moe_layers, part in (
         ("Qwen3-235B", 94, "layer-qwen3"),
@@ -188,7 +189,7 @@ def _memory() -> tuple[str, list[str]]:
         kept = [f"{number * moe_layers * slot / 1024:.1f} GiB" for number in (1, 2)]
         cells = (f"{name} ({moe_layers} layers)", f"{slot:.0f} MiB", f"{2 * slot:.0f} MiB", *kept)
         rows.append(cells)
-    return rows[0][2], [f"| {' | '.join(cells)} |" for cells in rows]
+    return rows[0][4], rows[0][2], [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def _demo() -> str:
@@ -208,16 +209,16 @@ def _index(lines: list[str], words: str) -> int:
 def _gains() -> str:
     """README.md's table: one row for each place, also where balancing gains nothing."""
     layers = gpu_rows("layer-qwen3")
-    commit = read_document("gpu-device")["commit"]
     rows = [
         *predictions.gains(),
         (
             "a layer of Qwen3-235B's sizes, made-up skews, 8,192 tokens of each of 16 ranks in "
-            f"turn on one H200, NVLink assumed, an earlier build (`{commit}`)",
+            "turn on one H200, NVLink assumed, an earlier build",
             _listed(f"{row['imbalance_before']:.2f}" for row in layers)
             + f" → {max(row['imbalance_after'] for row in layers):.2f}",
             _listed(f"{row['speedup_with_own_over_link']:.2f}" for row in layers),
             _listed(f"{100 * row['of_ideal_with_own_over_link']:.0f}" for row in layers) + " %",
+            commit(read_document("gpu-device")),
         ),
         _served("prompts of 2,048, a router made to be skewed", "{}-ttft-per_layer", 2048),
         _recorded(),
@@ -227,15 +228,14 @@ def _gains() -> str:
         "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch; prompts: time to first "
         "token, two CPU ranks, 95 % intervals over one server's rounds"
     )
-    names = ("residents", "serving-ttft-per_layer", _RECORDED["serving"], "serving-balanced")
-    read = [read_document(name) for name in names]
     head = (
         "where",
         "busiest rank over mean",
         "times as fast",
         "of [forced ideal](docs/results.md)",
+        "commit",
     )
-    return conditions(text, *read) + table(head, rows)
+    return conditions(text) + table(head, rows)
 
 
 def _served(what: str, name: str, tokens: int) -> tuple[str, ...]:
@@ -253,6 +253,7 @@ def _served(what: str, name: str, tokens: int) -> tuple[str, ...]:
         + f" → {max(each['after']['mean'] for each in found):.2f}",
         "; ".join(times(*estimate(rounds(row, "off"))) for row in rows),
         "; ".join(map(_of_ideal, rows)) if has_ideal else "",
+        commit(*documents),
     )
 
 
@@ -266,6 +267,7 @@ def _recorded() -> tuple[str, ...]:
         f"{max(before):.2f} → {max(each['law']['quota'] for each in found):.2f}",
         "; ".join(times(*estimate(rounds(row[0], "off"))) for row in rows),
         "; ".join(_of_ideal(row[0]) for row in rows),
+        commit(*documents),
     )
 
 
@@ -297,22 +299,23 @@ def _ttft() -> str:
 
 def _little() -> str:
     """Time to first token where there is little to gain, or nothing."""
-    rows, read, dtypes = [], [], []
+    rows, dtypes = [], []
     for prefix, engine in _ENGINES.items():
         for name in (_RECORDED[prefix], f"{prefix}-balanced"):
-            read.append(read_document(name))
-            dtypes.append(read[-1].get("dtype", "bfloat16"))
-            for row in read[-1]["rows"]:
+            document = read_document(name)
+            dtypes.append(document.get("dtype", "bfloat16"))
+            for row in document["rows"]:
                 traffic = f"recorded, {TRAFFIC[row['workload']]}" if "workload" in row else "even"
                 ideal = _of_ideal(row) if "ideal" in row["ttft_samples"] else ""
                 ratio = times(*estimate(rounds(row, "off")))
-                rows.append((engine, traffic, f"{row['requested_tokens']:,}", ratio, ideal))
+                tokens = f"{row['requested_tokens']:,}"
+                rows.append((engine, traffic, tokens, ratio, ideal, commit(document)))
     text = (
         f"Two tensor-parallel CPU ranks, one prompt a batch; recorded in {dtypes[0]}, even in "
         f"{dtypes[1]}"
     )
-    heads = ("engine", "routing", "prompt", "times as fast", "of ideal")
-    return conditions(text, *read) + table(heads, rows)
+    heads = ("engine", "routing", "prompt", "times as fast", "of ideal", "commit")
+    return conditions(text) + table(heads, rows)
 
 
 def _load() -> str:

@@ -12,6 +12,7 @@ neither round nor overflow: from loads and plan alone every rank decides alike.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,6 +29,7 @@ from ultraep_serve.types import ExpertShape, IntArray
 _PICOSECONDS = 10**12  # per second
 _MOST = 1e18
 _MOST_SECONDS = 1000  # decisions are computed in 64 bits
+NEW_COPIES = 2  # on the busiest link, that a batch pays for where none stay; 2 to 8 were planned
 _MOST_SAVED = 1 << 30  # more than all ranks' slots, and a number of 32 bits
 
 
@@ -189,19 +191,30 @@ def transfer_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
 
 
 def fewest_assignments(
-    costs: IntegerCosts, shape: ExpertShape, percent: int, largest: int | None
+    costs: IntegerCosts, shape: ExpertShape, copies: int, largest: int | None
 ) -> int:
     """Of a layer over all ranks, from which balancing pays, up to ``largest``; None: no bound.
 
-    It does where the busiest rank has ``percent`` of the mean, more than 100, copies are there
-    already, and what they save is as long as exchange and plan.
+    It does where the busiest rank has ``expected_percent`` of the mean, and what balancing saves
+    is as long as exchange, plan and sending ``copies`` that are not there already.
     """
-    fixed = costs.exchange + costs.plan
+    percent = expected_percent(shape)
+    fixed = costs.exchange + costs.plan + copies * costs.per_expert_sent
     read = (shape.num_masters + shape.num_slots) * costs.per_expert_read
     computed = -(-100 * fixed * shape.num_ranks // ((percent - 100) * costs.per_assignment))
     held = -(-100 * (fixed + read) * shape.num_ranks // (percent * costs.per_assignment))
     fewest = max(computed, held)
     return fewest if largest is None else min(fewest, largest)
+
+
+def expected_percent(shape: ExpertShape) -> int:
+    """What the busiest rank has of the mean before balancing, about, in percent; at least 130.
+
+    The largest of R normal sums of m masters' loads that deviate by half their mean is
+    1 + sqrt(ln R / 2m) of it. Loads of large models, as published, are mostly no more even.
+    """
+    twofold = shape.num_ranks.bit_length() - 1  # ln R as ln 2 times this, alike on all ranks
+    return 100 + max(30, math.isqrt(3466 * twofold // shape.num_masters))
 
 
 def least_saved(costs: IntegerCosts | None) -> int:

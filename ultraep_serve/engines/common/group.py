@@ -23,8 +23,8 @@ from ultraep_serve.balance.agreement import (
 )
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
 from ultraep_serve.balance.watch import HostBeats, Watch
-from ultraep_serve.config import PAYING_PERCENT, BalanceConfig
-from ultraep_serve.costs.model import fewest_assignments
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
 from ultraep_serve.engines.common.loaded import (
     CommonFlow,
     EngineRank,
@@ -219,9 +219,9 @@ class BalancedLayers:
         config, layers = self._setup.config, self._layers
         if config.min_batch_tokens:
             return self._setup
-        paying = fewest_assignments(
-            self._costs.integer_costs(), self._setup.shape, PAYING_PERCENT, layers.largest_batch
-        )
+        copies = 0 if self.copies_stay else NEW_COPIES
+        costs, shape = self._costs.integer_costs(), self._setup.shape
+        paying = fewest_assignments(costs, shape, copies, layers.largest_batch)
         tokens = max(config.least_tokens, -(-paying // layers.experts_per_token))
         return replace(self._setup, config=config.replace(min_batch_tokens=tokens))
 
