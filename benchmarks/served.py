@@ -42,10 +42,12 @@ def model(name: str) -> Path:
     return path
 
 
-def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> BalancedServer:
+def serve(
+    options: argparse.Namespace, path: Path, dtype: str, *extra: str, prefix_cache: bool = False
+) -> BalancedServer:
     """A server for ``path`` under the benchmark's options."""
     engine = installed_engine()
-    flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine)
+    flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine, prefix_cache)
     flags += ["--slot-memory", options.slot_memory, *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=engine)
