@@ -104,7 +104,7 @@ def statements() -> dict[Path, list[str]]:
             f"{_forced()} times as fast as no balancing",
             *memory,
         ],
-        _DOCS / "choosing.md": [*predictions.said_of_kept(), f"{slots} per rank for Qwen3-235B"],
+        _DOCS / "choosing.md": [*predictions.said_of_kept(), f"{shared} per rank for Qwen3-235B"],
         _DOCS / "how-it-works.md": [
             f"rank {loads.index(max(loads))} {before} times the mean",
             f"{_WORDS[len(copies)]} copies",
@@ -262,8 +262,8 @@ def _recorded() -> tuple[str, ...]:
     rows, found = ([document[name] for document in documents] for name in ("rows", "imbalance"))
     before = [each["law"]["before"] for each in found]
     return (
-        "**nothing to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing, in "
-        f"{documents[0].get('dtype', 'bfloat16')}: " + _listed(_ENGINES.values()),
+        "**little to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing, in "
+        f"{documents[0]['dtype']}: " + _listed(_ENGINES.values()),
         f"{max(before):.2f} → {max(each['law']['quota'] for each in found):.2f}",
         "; ".join(times(*estimate(rounds(row[0], "off"))) for row in rows),
         "; ".join(_of_ideal(row[0]) for row in rows),
@@ -299,21 +299,19 @@ def _ttft() -> str:
 
 def _little() -> str:
     """Time to first token where there is little to gain, or nothing."""
-    rows, dtypes = [], []
+    rows, dtypes = [], set()
     for prefix, engine in _ENGINES.items():
         for name in (_RECORDED[prefix], f"{prefix}-balanced"):
             document = read_document(name)
-            dtypes.append(document.get("dtype", "bfloat16"))
+            dtypes.add(document["dtype"])
             for row in document["rows"]:
                 traffic = f"recorded, {TRAFFIC[row['workload']]}" if "workload" in row else "even"
                 ideal = _of_ideal(row) if "ideal" in row["ttft_samples"] else ""
                 ratio = times(*estimate(rounds(row, "off")))
                 tokens = f"{row['requested_tokens']:,}"
                 rows.append((engine, traffic, tokens, ratio, ideal, commit(document)))
-    text = (
-        f"Two tensor-parallel CPU ranks, one prompt a batch; recorded in {dtypes[0]}, even in "
-        f"{dtypes[1]}"
-    )
+    [dtype] = dtypes
+    text = f"Two tensor-parallel CPU ranks, {dtype}, one prompt a batch"
     heads = ("engine", "routing", "prompt", "times as fast", "of ideal", "commit")
     return conditions(text) + table(heads, rows)
 
