@@ -23,7 +23,9 @@ many replicas, anywhere in the group, and move them at no cost. They are measure
 8,192 tokens on 8 H200s and on the rack.
 
 Times are those of layers by the lab's cost model of the GPUs, as for ``replay --hardware``, with
-copies that nothing hides. It counts dispatch and combine at NVLink's speed, also between hosts.
+copies that nothing hides. It counts dispatch and combine at NVLink's speed, also between hosts:
+what the busiest rank sends or, where all ranks gather all tokens and reduce all sums, as they do
+for vLLM's ``allgather_reducescatter``, the same of every batch however even ranks are.
 ``pays_from`` is the smallest batch of steady traffic, in tokens of all ranks, from which on a
 memory of slots makes layers 1.02 times as fast.
 """
@@ -32,7 +34,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ SERVED = {  # as names in FILE begin: the model whose sizes they have, and the t
     "DeepSeek-V4-Flash": ("deepseek-v4-flash", "fp8"),
 }
 GROUPS = ((8, "h200"), (16, "h200"), (64, "h200"), (64, "gb200"))
+GATHERED = (((8, "h200"), True),)  # with a dispatch that gathers all tokens, too
 TRAFFIC = ("the same", "jitter 0.5", "two kinds, blocks of 8", "a change")
 TOKENS = (256, 1024, 8192)  # of each rank
 COMPARED = ((8, "h200", 8192), (64, "gb200", 8192))  # where the others place experts too
@@ -72,11 +75,23 @@ class Served:
     model: str
     num_ranks: int
     hardware: str
+    is_gathered: bool  # whether all ranks gather all tokens
+    tokens: int = 0  # of each rank
 
     @property
     def costs(self) -> CostModel:
-        sizes, weights = SERVED[self.model]
-        return estimated_costs(MODELS[sizes], HARDWARE[self.hardware], weights, self.num_ranks)
+        name, weights = SERVED[self.model]
+        sizes, hardware = MODELS[name], HARDWARE[self.hardware]
+        costs = estimated_costs(sizes, hardware, weights, self.num_ranks)
+        if not self.is_gathered:
+            return costs
+        near = estimated_costs(sizes, replace(hardware, link_bytes_per_second=1e18), weights, 1)
+        sent = costs.seconds_per_assignment - near.seconds_per_assignment
+        return replace(
+            costs,
+            seconds_per_assignment=near.seconds_per_assignment,
+            base_seconds=costs.base_seconds + sent * self.tokens * (self.num_ranks - 1),
+        )
 
     @property
     def top_k(self) -> int:
@@ -123,16 +138,17 @@ def main() -> None:
             np.array(of_layer) for name, of_layer in document["loads"].items()
             if re.match(re.escape(model), name)
         ]  # fmt: skip
-        for group in GROUPS:
-            served = Served(model, *group)
+        for group, is_gathered in [*((group, False) for group in GROUPS), *GATHERED]:
             named = {"model": model, "weights": weights, "ranks": group[0], "hardware": group[1]}
-            pays.append(named | {"tokens": pays_from(served, totals)})
+            named |= {"gathered": is_gathered}
+            pays.append(named | {"tokens": pays_from(Served(model, *group, is_gathered), totals)})
             print(json.dumps(pays[-1]), flush=True)
             for tokens in TOKENS:
-                is_compared = (*group, tokens) in COMPARED
-                for traffic in TRAFFIC:
+                served = Served(model, *group, is_gathered, tokens)
+                is_compared = (*group, tokens) in COMPARED and not is_gathered
+                for traffic in TRAFFIC[:1] if is_gathered else TRAFFIC:
                     found = Found()
-                    for loads, drawn in cases(served, totals, tokens, traffic, args.seeds):
+                    for loads, drawn in cases(served, traffic, totals, args.seeds):
                         measure(served, loads, found, drawn if is_compared else None)
                     case = {"tokens": tokens, "traffic": traffic, "layers": len(totals)}
                     rows.append(named | case | found.to_json())
@@ -164,13 +180,13 @@ class Drawn:
 
 
 def cases(
-    served: Served, totals: list[Loads], tokens: int, traffic: str, seeds: tuple[int, ...]
+    served: Served, traffic: str, totals: list[Loads], seeds: tuple[int, ...]
 ) -> Iterator[tuple[Loads, Drawn]]:
     """Of each layer and seed: loads (batches, R, E), and what they are drawn from."""
     for layer, of_run in enumerate(totals):
         for seed in seeds:
             random = np.random.default_rng((seed, layer))
-            drawn = Drawn(of_run / of_run.sum(), traffic, tokens * served.top_k, random)
+            drawn = Drawn(of_run / of_run.sum(), traffic, served.tokens * served.top_k, random)
             yield np.stack([drawn.loads(n, served.num_ranks) for n in range(BATCHES)]), drawn
 
 
@@ -235,8 +251,8 @@ def pays_from(served: Served, totals: list[Loads]) -> dict[str, int | None]:
     """Tokens of all ranks, by memory of slots; None: in no size up to the largest."""
     enough: dict[str, int | None] = {PER_LAYER: None, SHARED: None}
     for tokens in reversed(SIZES):
-        found = Found()
-        for loads, _ in cases(served, totals, tokens, "the same", (1,)):
+        found, served = Found(), replace(served, tokens=tokens)
+        for loads, _ in cases(served, "the same", totals, (1,)):
             measure(served, loads, found)
         gains = {name: found.times_as_fast(name) >= LEAST_GAIN for name in enough}
         for name, does_pay in gains.items():
