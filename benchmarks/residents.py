@@ -27,7 +27,8 @@ copies that nothing hides. It counts dispatch and combine at NVLink's speed, als
 what the busiest rank sends or, where all ranks gather all tokens and reduce all sums, as they do
 for vLLM's ``allgather_reducescatter``, the same of every batch however even ranks are.
 ``pays_from`` is the smallest batch of steady traffic, in tokens of all ranks, from which on a
-memory of slots makes layers 1.02 times as fast.
+memory of slots makes layers 1.02 times as fast; below ``smallest`` a server with these costs
+leaves batches alone.
 """
 
 import json
@@ -45,7 +46,8 @@ from numpy.typing import NDArray
 from ultraep_lab.comparators import policy_function
 from ultraep_lab.machines import HARDWARE, MODELS, estimated_costs
 from ultraep_lab.verdict import LEAST_GAIN
-from ultraep_serve.costs.model import CostModel, transfer_of
+from ultraep_serve.config import LEAST_BATCH_TOKENS
+from ultraep_serve.costs.model import NEW_COPIES, CostModel, fewest_assignments, transfer_of
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.plan.residents import Residents, prices_of
@@ -141,7 +143,9 @@ def main() -> None:
         for group, is_gathered in [*((group, False) for group in GROUPS), *GATHERED]:
             named = {"model": model, "weights": weights, "ranks": group[0], "hardware": group[1]}
             named |= {"gathered": is_gathered}
-            pays.append(named | {"tokens": pays_from(Served(model, *group, is_gathered), totals)})
+            served = Served(model, *group, is_gathered)
+            tokens = {"tokens": pays_from(served, totals), "smallest": smallest_batch(served)}
+            pays.append(named | tokens)
             print(json.dumps(pays[-1]), flush=True)
             for tokens in TOKENS:
                 served = Served(model, *group, is_gathered, tokens)
@@ -245,6 +249,17 @@ def measure(served: Served, loads: Loads, found: Found, past: Drawn | None = Non
             for kind, history in known.items():
                 placed = policy_function(name)(batch, context, history)
                 took(kind, int(placed.quota.sum(0).max()), extra)
+
+
+def smallest_batch(served: Served) -> dict[str, int]:
+    """Tokens of all ranks, below which a server with these costs leaves batches alone."""
+    experts = MODELS[SERVED[served.model][0]].num_experts
+    shape = ExpertShape(served.num_ranks, experts, SLOTS)
+    found = {}
+    for name, copies in ((PER_LAYER, 0), (SHARED, NEW_COPIES)):
+        fewest = fewest_assignments(served.costs.integer_costs(), shape, copies, None)
+        found[name] = max(LEAST_BATCH_TOKENS, -(-fewest // served.top_k))
+    return found
 
 
 def pays_from(served: Served, totals: list[Loads]) -> dict[str, int | None]:

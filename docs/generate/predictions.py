@@ -5,11 +5,6 @@ from typing import Any
 
 from docs.generate.figures import read_document, read_rows
 from docs.generate.reference import table
-from ultraep_lab.machines import HARDWARE, estimated_costs
-from ultraep_lab.machines import MODELS as SIZES
-from ultraep_serve.config import LEAST_BATCH_TOKENS
-from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
-from ultraep_serve.types import ExpertShape
 
 __all__ = [
     "DEFAULT",
@@ -26,20 +21,21 @@ __all__ = [
     "spread",
 ]
 
-MODELS = {  # as JSON names them: type of experts, MoE layers in all, and the name of its sizes
-    "Qwen3-235B-A22B": ("BF16", 94, "qwen3-235b-a22b"),
-    "DeepSeek-V4-Flash": ("FP8", 43, "deepseek-v4-flash"),
-    "GLM-5.2": ("FP8", 75, "glm-5"),
+MODELS = {  # as JSON names them: type of experts, and MoE layers in all
+    "Qwen3-235B-A22B": ("BF16", 94),
+    "DeepSeek-V4-Flash": ("FP8", 43),
+    "GLM-5.2": ("FP8", 75),
 }
-GROUPS = {
-    (8, "h200"): "8 H200",
-    (16, "h200"): "16 H200",
-    (64, "h200"): "64 H200",
-    (64, "gb200"): "64 of a GB200 rack",
+GROUPS = {  # ranks, hardware, whether all ranks gather all tokens
+    (8, "h200", True): "8 H200, tokens gathered",
+    (8, "h200", False): "8 H200",
+    (16, "h200", False): "16 H200",
+    (64, "h200", False): "64 H200",
+    (64, "gb200", False): "64 of a GB200 rack",
 }
 DEFAULT = {8: "staying", 16: "staying", 64: "afresh"}  # memory of slots on so many GPUs
 _SIZES = (256, 1024, 8192)  # tokens of each rank
-_MEMORIES = {"staying": 0, "afresh": NEW_COPIES}  # copies that the smallest batch pays for
+_MEMORIES = ("staying", "afresh")
 _TRAFFIC = {
     "the same": "steady",
     "jitter 0.5": "jitter",
@@ -47,10 +43,8 @@ _TRAFFIC = {
     "a change": "a change, then steady",
 }
 _PEERS = ("eplb-deployed", "eplb", "lplb-deployed", "lplb")
-_COMPARED = (
-    ("Qwen3-235B-A22B", 8, "h200", 8192),
-    ("Qwen3-235B-A22B", 64, "gb200", 8192),
-)
+_COMPARED = ((8, "h200", False), (64, "gb200", False))  # with Qwen3-235B-A22B
+_Group = tuple[int, str, bool]
 _HELD = {  # rows of recorded routing
     "off": "`off`",
     "staying": "this, slots per layer",
@@ -79,61 +73,46 @@ def spread(found: Mapping[str, float], digits: int) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _row(
-    model: str, ranks: int, hardware: str, tokens: int, traffic: str = "the same"
-) -> dict[str, Any]:
+def _row(model: str, group: _Group, tokens: int, traffic: str = "the same") -> dict[str, Any]:
     [found] = [
         row
         for row in read_document("residents")["rows"]
-        if (row["model"], row["ranks"], row["hardware"]) == (model, ranks, hardware)
+        if (row["model"], *_group(row)) == (model, *group)
         and (row["tokens"], row["traffic"]) == (tokens, traffic)
     ]
     return dict(found)
+
+
+def _group(row: Mapping[str, Any]) -> _Group:
+    return row["ranks"], row["hardware"], row["gathered"]
 
 
 def _listed(parts: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
-def _smallest_batch(model: str, num_ranks: int, hardware: str, copies: int) -> int:
-    """Tokens of all ranks, below which ranks with these costs leave a batch alone."""
-    weights, _, name = MODELS[model]
-    sizes = SIZES[name]
-    costs = estimated_costs(sizes, HARDWARE[hardware], weights.lower(), num_ranks)
-    shape = ExpertShape(num_ranks, sizes.num_experts, 2)
-    fewest = fewest_assignments(costs.integer_costs(), shape, copies, None)
-    return max(LEAST_BATCH_TOKENS, -(-fewest // sizes.experts_per_token))
-
-
 def expect() -> str:
     """By model and group: imbalance, times as fast by batch and memory, and what pays."""
     document = read_document("residents")
-    pays = {(row["model"], row["ranks"], row["hardware"]): row for row in document["pays_from"]}
+    pays = {(row["model"], *_group(row)): row for row in document["pays_from"]}
     rows = []
-    for model, (weights, *_) in MODELS.items():
+    for model, (weights, _) in MODELS.items():
         for group, called in GROUPS.items():
-            found = [_row(model, *group, tokens) for tokens in _SIZES]
-            gains = []
-            for name, copies in _MEMORIES.items():
-                smallest = _smallest_batch(model, *group, copies)
-                gains.append(
-                    _listed(
-                        f"{row['times_as_fast'][name]:.2f}"
-                        if row["tokens"] * group[0] >= smallest
-                        else "—"
-                        for row in found
-                    )
-                )
-            tokens = pays[(model, *group)]["tokens"]
+            found, pay = [_row(model, group, tokens) for tokens in _SIZES], pays[(model, *group)]
+            gains = (
+                _listed(_gain(row, name, pay["smallest"][name]) for row in found)
+                for name in _MEMORIES
+            )
+            tokens = pay["tokens"]
             least = (f"{tokens[name]:,}" if tokens[name] else "never" for name in _MEMORIES)
             before = spread(found[-1]["before"], 2)
             rows.append((f"{model}, {weights}", called, before, *gains, " / ".join(least)))
     sizes = " / ".join(f"{tokens:,}" for tokens in _SIZES)
     layers = _listed(
-        f"{_row(model, 8, 'h200', 8192)['layers']} of {of}" for model, (_, of, _) in MODELS.items()
+        f"{_row(model, _COMPARED[0], 8192)['layers']} of {of}" for model, (_, of) in MODELS.items()
     )
     head = (
-        "model", "GPUs", "busiest rank over mean", "`per_layer`", "`shared`",
+        "model", "GPUs", "busiest rank over mean, at 8,192", "`per_layer`", "`shared`",
         "pays from, `per_layer` / `shared`",
     )  # fmt: skip
     text = (
@@ -143,22 +122,28 @@ def expect() -> str:
     return conditions(text, document) + table(head, rows)
 
 
+def _gain(row: Mapping[str, Any], name: str, smallest: int) -> str:
+    """A dash where a server leaves such batches alone."""
+    is_balanced = row["tokens"] * row["ranks"] >= smallest
+    return f"{row['times_as_fast'][name]:.2f}" if is_balanced else "—"
+
+
 def peers() -> str:
     """Other balancers beside this, all against ``off``."""
     document, rows = read_document("residents"), []
-    for model, ranks, hardware, tokens in _COMPARED:
+    for group in _COMPARED:
         for traffic, called in _TRAFFIC.items():
-            fast = _row(model, ranks, hardware, tokens, traffic)["times_as_fast"]
+            fast = _row("Qwen3-235B-A22B", group, 8192, traffic)["times_as_fast"]
             names = ("ideal", *_MEMORIES, *_PEERS)
-            rows.append((GROUPS[ranks, hardware], called, *(f"{fast[name]:.2f}" for name in names)))
+            rows.append((GROUPS[group], called, *(f"{fast[name]:.2f}" for name in names)))
     head = (
         "GPUs", "traffic", "`ideal`", "`per_layer`", "`shared`", "EPLB, as deployed",
         "EPLB, before every batch", "LPLB, as deployed", "LPLB, before every batch",
     )  # fmt: skip
+    layers = _row("Qwen3-235B-A22B", _COMPARED[0], 8192)["layers"]
     text = (
-        f"Predicted, times as fast as `off`: {_row(*_COMPARED[0])['layers']} of 94 MoE layers of "
-        "Qwen3-235B-A22B in BF16, batches with 8,192 tokens of each rank, 2 slots or redundant "
-        "experts per rank and layer"
+        f"Predicted, times as fast as `off`: {layers} of 94 MoE layers of Qwen3-235B-A22B in BF16, "
+        "batches with 8,192 tokens of each rank, 2 slots or redundant experts per rank and layer"
     )
     return conditions(text, document) + table(head, rows)
 
@@ -238,19 +223,19 @@ def large_models() -> str:
 def gains() -> list[tuple[str, ...]]:
     """README.md's rows of large models: 8 GPUs first, and the memory that is the default there."""
     rows = []
-    for model, ranks, hardware in (
-        ("Qwen3-235B-A22B", 8, "h200"),
-        ("GLM-5.2", 8, "h200"),
-        ("Qwen3-235B-A22B", 64, "gb200"),
+    for model, group in (
+        ("Qwen3-235B-A22B", (8, "h200", True)),
+        ("GLM-5.2", (8, "h200", True)),
+        ("Qwen3-235B-A22B", (64, "gb200", False)),
     ):
-        found = [_row(model, ranks, hardware, tokens) for tokens in (1024, 8192)]
-        weights, of, _ = MODELS[model]
-        name = DEFAULT[ranks]
+        found = [_row(model, group, tokens) for tokens in (1024, 8192)]
+        weights, of = MODELS[model]
+        name = DEFAULT[group[0]]
         fast = [row["times_as_fast"] for row in found]
         after = max(row["imbalance"][name] for row in found[1:])
         rows.append(
             (
-                f"{model}, {weights}, {GROUPS[ranks, hardware]}, {found[0]['layers']} of {of} "
+                f"{model}, {weights}, {GROUPS[group]}, {found[0]['layers']} of {of} "
                 "layers, predicted",
                 f"{spread(found[1]['before'], 2)} → {after:.2f}",
                 _listed(f"{each[name]:.2f}" for each in fast),
