@@ -17,7 +17,6 @@ __all__ = [
     "kept",
     "large_models",
     "peers",
-    "said_of_kept",
     "spread",
 ]
 
@@ -183,16 +182,6 @@ def kept() -> str:
     return conditions(text, document) + table(head, rows)
 
 
-def said_of_kept() -> list[str]:
-    """Of recorded routing, as docs/choosing.md has it."""
-    names = ("staying", "quota", "eplb-deployed", "lplb-deployed")
-    steady, changed = (
-        [_fast(name, traffic) for name in names] for traffic in ("stationary", "a change")
-    )
-    words = "slots per layer {}, shared slots {}, EPLB {}, LPLB {}"
-    return [words.format(*steady), words.format(*changed)]
-
-
 def large_models() -> str:
     """Plans for loads of large models: a row for each model and number of ranks."""
     document = read_document("big-models")
@@ -215,7 +204,8 @@ def large_models() -> str:
     ]
     text = (
         "Planned, not served: busiest rank's load over the mean, from the best to the worst layer "
-        f"and batch with {document['tokens_per_rank']:,} tokens of each rank, 2 slots"
+        f"and batch with {document['tokens_per_rank']:,} tokens of each rank, 2 slots, 8, 3 and 2 "
+        f"layers; plans on a core of {document['machine']['cpu']}"
     )
     return conditions(text, document) + table(head, rows)
 

@@ -104,7 +104,7 @@ def statements() -> dict[Path, list[str]]:
             f"{_forced()} times as fast as no balancing",
             *memory,
         ],
-        _DOCS / "choosing.md": [*predictions.said_of_kept(), f"{shared} per rank for Qwen3-235B"],
+        _DOCS / "choosing.md": [f"{size} per rank for Qwen3-235B" for size in (slots, shared)],
         _DOCS / "how-it-works.md": [
             f"rank {loads.index(max(loads))} {before} times the mean",
             f"{_WORDS[len(copies)]} copies",
@@ -225,8 +225,9 @@ def _gains() -> str:
         _served("**it may lose:** prompts of 2,048, an even router", "{}-balanced", 2048),
     ]
     text = (
-        "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch; prompts: time to first "
-        "token, two CPU ranks, 95 % intervals over one server's rounds"
+        "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch, default slots; on the "
+        "H200 experts and our stages alone. Prompts: time to first token, tiny models in float32, "
+        "two CPU ranks, 95 % intervals over one server's rounds"
     )
     head = (
         "where",
@@ -290,9 +291,9 @@ def _ttft() -> str:
     heads = ("engine", "prompt", *(f"`{name}`" for name in _SLOT_MEMORIES), *of_ideal)
     before = _listed(f"{document['imbalance']['before']['mean']:.2f}" for document in read[::2])
     text = (
-        f"A made-up model of 4 MoE layers in float32, two tensor-parallel CPU ranks (AVX512), one "
-        f"prompt a batch, {read[0]['rows'][0]['rounds']} rounds; busiest rank over mean {before} "
-        "(vLLM, SGLang)"
+        f"A made-up model of 4 MoE layers in float32, two tensor-parallel CPU ranks "
+        f"({read[0]['machine']['cpu']}), one prompt a batch, {read[0]['rows'][0]['rounds']} "
+        f"rounds; busiest rank over mean {before} (vLLM, SGLang)"
     )
     return conditions(text, *read) + table(heads, rows)
 
@@ -310,8 +311,12 @@ def _little() -> str:
                 ratio = times(*estimate(rounds(row, "off")))
                 tokens = f"{row['requested_tokens']:,}"
                 rows.append((engine, traffic, tokens, ratio, ideal, commit(document)))
-    [dtype] = dtypes
-    text = f"Two tensor-parallel CPU ranks, {dtype}, one prompt a batch"
+    [dtype], recorded = dtypes, read_document(_RECORDED["serving"])
+    text = (
+        f"Two tensor-parallel CPU ranks ({recorded['machine']['cpu']}), {dtype}, one prompt a "
+        "batch, slots of each layer's own; 4 MoE layers, where routing is recorded "
+        f"{len(recorded['layers'])}"
+    )
     heads = ("engine", "routing", "prompt", "times as fast", "of ideal", "commit")
     return conditions(text) + table(heads, rows)
 
@@ -330,7 +335,11 @@ def _load() -> str:
             waits = (_better(off, quota, key) for key in ("mean_ttft_ms", "mean_tpot_ms"))
             cells.append((called, traffic, _better(quota, off, "request_throughput"), *waits))
     head = "engine", "traffic", "requests/s", "time to first token", "time per later token"
-    text = "Times as good as `off`; the demo's model in float32, two CPU ranks"
+    requests = document["sglang"]["traffic"]["requests"]
+    text = (
+        "Times as fast as `off` (requests/s: times as many); the demo's model in float32, two CPU "
+        f"ranks ({document['machine']['cpu']}), slots per layer, {requests} requests a run"
+    )
     return conditions(text, document) + table(head, cells)
 
 
@@ -366,7 +375,6 @@ def _stages() -> str:
             found[row["what"]].append(f"{row['graph_microseconds']:.0f}")
     plan, reroute = (f"{_listed(found[name])} us" for name in found)
     [layer] = gpu_rows("layer-deepseek")
-    [sends] = [row for row in gpu_rows("senders") if row["what"] == "32 senders"]
     inside = layer["own_microseconds"]["replicate"]
     ours = (
         f"1.51 / {layer['imbalance_before']:.2f} / 3.03 → {layer['imbalance_after']:.3f}",
@@ -375,7 +383,7 @@ def _stages() -> str:
         f"at 2.01: {inside:.0f} us in one GPU's memory, "
         f"{layer['replicate_over_link_microseconds']:.0f} us over an assumed NVLink of an H200",
         "not measured",
-        f"{sends['gigabytes_per_second']:.0f} GB/s, in one GPU's memory",
+        "no NVLink here",
         "no training",
         f"at 2.01: {layer['replicas']} in all",
     )
