@@ -26,11 +26,11 @@ MODELS = {  # as JSON names them: type of experts, and MoE layers in all
     "GLM-5.2": ("FP8", 75),
 }
 GROUPS = {  # ranks, hardware, whether all ranks gather all tokens
-    (8, "h200", True): "8 H200, tokens gathered",
-    (8, "h200", False): "8 H200",
-    (16, "h200", False): "16 H200",
-    (64, "h200", False): "64 H200",
-    (64, "gb200", False): "64 of a GB200 rack",
+    (8, "h200", True): "8 H200, default dispatch",
+    (8, "h200", False): "8 H200, DeepEP",
+    (16, "h200", False): "16 H200, DeepEP",
+    (64, "h200", False): "64 H200, DeepEP",
+    (64, "gb200", False): "64 of a GB200 rack, DeepEP",
 }
 DEFAULT = {8: "staying", 16: "staying", 64: "afresh"}  # memory of slots on so many GPUs
 _SIZES = (256, 1024, 8192)  # tokens of each rank

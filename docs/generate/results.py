@@ -92,8 +92,8 @@ def statements() -> dict[Path, list[str]]:
             sampled,
             "{} and {} model families".format(*balanced),
             f"{slots} per rank for Qwen3-235B",
-            f"{shared} per rank for Qwen3-235B",
-            _left_alone(),
+            f"{shared} per rank;",
+            _on_cpu(),
             f"MoE layers gain {predictions.gains()[0][2].split(', ')[1]}, predicted",
         ],
         _DOCS / "results.md": [
@@ -142,13 +142,10 @@ def _traffic() -> list[str]:
     ]
 
 
-def _left_alone() -> str:
-    """What a layer that is left alone took of an H200 and of its CPU."""
-    _, alone = gpu_rows("balancer")
-    return (
-        f"{alone['graph_microseconds']:.0f} us of an H200 and {alone['host_microseconds']:.0f} us "
-        f"of its CPU with {alone['ranks']} ranks"
-    )
+def _on_cpu() -> str:
+    """What a layer took of the H200's CPU, left alone and balanced."""
+    flow, alone = (f"{row['host_microseconds']:.0f}" for row in gpu_rows("balancer"))
+    return f"{alone} to {flow} us of the CPU for a layer"
 
 
 def _routing() -> list[str]:
@@ -227,7 +224,7 @@ def _gains() -> str:
     text = (
         "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch, default slots; on the "
         "H200 experts and our stages alone. Prompts: time to first token, tiny models in float32, "
-        "two CPU ranks, 95 % intervals over one server's rounds"
+        "two CPU ranks, 95 % intervals"
     )
     head = (
         "where",
@@ -263,8 +260,8 @@ def _recorded() -> tuple[str, ...]:
     rows, found = ([document[name] for document in documents] for name in ("rows", "imbalance"))
     before = [each["law"]["before"] for each in found]
     return (
-        "**little to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing, in "
-        f"{documents[0]['dtype']}: " + _listed(_ENGINES.values()),
+        "**little to gain:** prompts of 4,096, DeepSeek-V2-Lite's recorded routing: "
+        + _listed(_ENGINES.values()),
         f"{max(before):.2f} → {max(each['law']['quota'] for each in found):.2f}",
         "; ".join(times(*estimate(rounds(row[0], "off"))) for row in rows),
         "; ".join(_of_ideal(row[0]) for row in rows),
