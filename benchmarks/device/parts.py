@@ -8,8 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CHECKS_OF_KERNELS", "PARTS", "Part"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -11,25 +11,6 @@ from ultraep_lab.errors import TraceError
 from ultraep_lab.integers import Integers, integer, integers
 from ultraep_serve.types import IntArray
 
-__all__ = [
-    "DECODE",
-    "EXPERTS",
-    "IDS",
-    "LOADS",
-    "PREFILL",
-    "LoadTrace",
-    "Metadata",
-    "Trace",
-    "batches",
-    "count_experts",
-    "count_loads",
-    "in_order",
-    "num_batches",
-    "of_phase",
-    "over_source_ranks",
-    "stated_speeds",
-]
-
 PREFILL, DECODE = 0, 1  # values of ``phase``
 EXPERTS = range(1, (1 << 16) + 1)  # numbers of experts: a wrong one must not fill memory
 IDS = range(-1, EXPERTS[-1])  # of logical experts; -1 is padding

@@ -18,8 +18,6 @@ from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.types import ExpertShape, VerificationCheck
 
-__all__ = ["FAULTS", "Fault", "Rank"]
-
 
 @dataclass
 class Rank:

@@ -12,8 +12,6 @@ import yaml
 
 from ultraep_lab.demo.balanced_server import BalancedServer
 
-__all__ = ["Probe", "health_check", "image_environment", "probes"]
-
 _DEPLOY = Path(__file__).parents[2] / "deploy"
 
 

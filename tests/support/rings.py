@@ -24,8 +24,6 @@ from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
-__all__ = ["PLANNED_LAYERS", "SyntheticRun", "SyntheticTraffic", "planned_run"]
-
 PLANNED_LAYERS = 3
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part

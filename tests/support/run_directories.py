@@ -9,8 +9,6 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["run_directory"]
-
 
 @contextmanager
 def run_directory() -> Iterator[Path]:

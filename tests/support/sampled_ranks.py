@@ -23,8 +23,6 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
-__all__ = ["HIDDEN", "LAYERS", "SampledRank", "Traffic", "serve_traffic"]
-
 COSTS = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9).to_json()
 HIDDEN, LAYERS, TOKENS = 16, 3, 60
 

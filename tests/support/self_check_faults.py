@@ -17,8 +17,6 @@ from ultraep_serve.proof.answers import Answers
 from ultraep_serve.proof.start import Stages
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["FAULTS", "FOUND", "HIDDEN", "LAYERS", "Layers", "engine_of", "experts"]
-
 HIDDEN, LAYERS = 16, 3
 Layers = list[list[torch.nn.Parameter]]  # by layer: a matrix (N, H, H) and its scale (N, 3)
 Fault = Callable[[Stages, ExpertShape, Layers], Stages]

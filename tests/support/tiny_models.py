@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from ultraep_lab.demo.spec import ModelSpec
 
-__all__ = ["tiny_glm4", "tiny_qwen3"]
-
 
 def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
     """Qwen3-MoE, 3 layers of 8 experts."""

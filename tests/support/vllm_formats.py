@@ -35,8 +35,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from tests.support import vllm_gpu, vllm_layers
 from tests.support.quantised import SCHEMES, compressed_tensors
 
-__all__ = ["FORMATS", "Format", "build_format"]
-
 _INNER = 128  # a multiple of all formats' groups
 
 

@@ -12,8 +12,6 @@ import httpx
 from ultraep_lab.errors import BenchError
 from ultraep_serve.errors import ConfigError, UltraEPError
 
-__all__ = ["Endpoint", "error_message", "json_object", "understood"]
-
 Self = TypeVar("Self", bound="Endpoint")
 CONNECT_SECONDS = 5.0
 MESSAGE_CHARACTERS = 400  # of the server's own words, at most

@@ -14,8 +14,6 @@ from ultraep_lab.bench.endpoint import Endpoint, error_message, json_object, und
 from ultraep_lab.errors import BenchError
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["FirstToken", "Server"]
-
 _MOST_BYTES = 4 << 20  # of a stream of one token
 LONGER_CONTEXT = (
     "choose smaller --prompt-tokens, or start the server with a longer context "

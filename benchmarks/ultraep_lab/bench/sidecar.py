@@ -13,8 +13,6 @@ from ultraep_lab.bench.endpoint import Endpoint, json_object, understood
 from ultraep_lab.errors import BenchError
 from ultraep_serve.types import Policy
 
-__all__ = ["Sidecar"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 

@@ -47,8 +47,6 @@ from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = ["POLICIES", "PolicyFunction", "policy_function", "policy_of"]
-
 Place = Callable[[Counts, PlanContext, Counts], Placement]  # of loads, context and history
 Begin = Callable[[PlanContext, int, IntegerCosts | None], Place]  # context, layer, costs
 Split = Callable[[Counts, Placement], IntArray]  # shares (R, E, R) of loads and placement

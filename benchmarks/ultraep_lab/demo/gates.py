@@ -23,8 +23,6 @@ from torch import Tensor
 from ultraep_lab.demo.spec import GROUPS, GROUPS_PER_TOKEN, MAX_EXPERT_SHARE, ModelSpec
 from ultraep_lab.demo.text import DOMAINS
 
-__all__ = ["NUM_HOT", "calibrate_gate", "domain_means", "hot_rank", "one_thread", "target_shares"]
-
 ITERATIONS = 100
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move
 RIDGE = 3e-2  # relative to the mean variance of h; keeps detectors small, so they can be rounded

@@ -28,8 +28,6 @@ from ultraep_lab.demo.text import (
     vocabulary,
 )
 
-__all__ = ["SMALL_HIDDEN_SIZE", "make_model", "served_type"]
-
 _SLOW = 2.5
 SMALL_HIDDEN_SIZE = 256  # models up to this size gain little from a second thread
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DENSE_LAYERS", "GROUPS", "GROUPS_PER_TOKEN", "MAX_EXPERT_SHARE", "ModelSpec"]
-
 MAX_EXPERT_SHARE = 0.92  # of a layer's tokens, the most that one expert may attract
 # Of glm4_moe: groups of experts, how many of them a token may choose from, leading layers without.
 GROUPS, GROUPS_PER_TOKEN, DENSE_LAYERS = 4, 2, 1
