@@ -76,12 +76,6 @@ def test_the_name_of_the_controllers_own_service_is_left_to_it(path: Path) -> No
     assert OURS not in services
 
 
-def test_a_rack_keeps_a_group_within_a_clique() -> None:
-    (path,) = (path for path in GROUPS if path.name == "rack")
-    annotations = only(built(path), "LeaderWorkerSet")["metadata"]["annotations"]
-    assert annotations == {f"{LWS}/exclusive-topology": "nvidia.com/gpu.clique"}
-
-
 @pytest.mark.parametrize("path", DISAGGREGATED, ids=lambda path: path.name)
 def test_prefill_sends_what_decode_receives(path: Path) -> None:
     line = words(leader(path), host=0)
