@@ -19,7 +19,6 @@ _CONTEXT = 16384  # tokens
 _BEHIND_SECONDS = 0.05
 _MODELS = {
     "qwen3": ModelSpec(),
-    "glm4": ModelSpec(architecture="glm4_moe"),
     "balanced": ModelSpec(imbalance=1.0),
 }
 

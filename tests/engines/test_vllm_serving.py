@@ -25,7 +25,7 @@ from tests.support.serving_checks import (
     run_paths,
     served,
 )
-from tests.support.tiny_models import tiny_glm4, tiny_qwen3
+from tests.support.tiny_models import tiny_qwen3
 from tests.support.waiting import until
 from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
 from ultraep_lab.bench.sidecar import Sidecar
@@ -113,13 +113,6 @@ class TestDataParallel(Served):
         assert server.wait(5.0) == -signal.SIGKILL
         until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 180.0)
         check_nothing_left(server)
-
-
-@pytest.mark.night
-def test_grouped_routing_and_slots_of_their_own_per_layer(glm4: Path, tmp_path: Path) -> None:
-    extra = ["--enforce-eager", "--slots", "3", "--slot-memory", "per_layer"]
-    with serve(glm4, tmp_path, "tensor", *extra) as server:
-        check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
 
 
 @pytest.mark.night
