@@ -15,8 +15,7 @@ import trustme
 from fastapi import FastAPI
 
 from tests.support.bench_fakes import serving
-from tests.support.rings import planned_run
-from tests.support.run_directories import run_directory
+from tests.support.rings import planned_run, run_directory
 from ultraep_lab.this_machine import free_port
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig, SidecarSettings

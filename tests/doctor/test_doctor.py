@@ -15,8 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.rings import SyntheticRun, planned_run
-from tests.support.run_directories import run_directory
+from tests.support.rings import SyntheticRun, planned_run, run_directory
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import gpus
 from ultraep_serve.doctor import serving as serving_checks

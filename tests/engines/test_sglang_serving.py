@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
-from tests.support.probes import image_environment
 from tests.support.serving_checks import (
     PROMPTS,
     balance,
@@ -21,6 +20,7 @@ from tests.support.serving_checks import (
     check_end,
     check_probes,
     check_without_files,
+    image_environment,
     run_paths,
     served,
 )
