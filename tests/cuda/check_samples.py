@@ -19,7 +19,6 @@ from tests.support.balancer_rigs import (
     Rig,
     Setup,
     device_rig,
-    masters_of,
     search_briefly,
     skewed,
 )
@@ -206,39 +205,6 @@ def test_each_fault_is_found_and_the_policy_is_switched_off() -> None:
         assert policy is Policy.OFF, names  # as rank 0 says to all
         for layer, name in enumerate(names):
             assert kinds[name].check in found[layer] | also_found[layer], name
-
-
-def doubt(rank: int, run_path: Path) -> int:
-    """Slots that are right after a batch in which some were not, where copies stay."""
-    search_briefly()
-    config = CONFIG.replace(verify_every=1, slot_memory="per_layer")
-    setup = Setup(SHAPE, TokenView.OWN, config, is_sampled=True)
-    rig = device_rig(rank, run_path, setup, patience_ns=60_000_000_000)
-    at, right = Faulty(rig, Engine(rank, run_path), 0), 0
-    for batch in range(3):
-        rig.recorder.policy = Policy.QUOTA  # somebody sets it again
-        for layer in range(LAYERS):
-            rig.balancer.route(layer, skewed(rank), 360)
-            rig.balancer.receive()
-            if batch == 0 and layer == 0:
-                flip_all(at)
-            rig.balancer.computed()
-    assert set(rig.recorder.failures) == ({SLOTS} if rank else set())
-    found = rig.balancer._parts[0].plan.found  # of the last layer, which is as the first
-    for slot, expert in enumerate(found.slot_expert[rank].tolist()):
-        if expert >= 0:
-            owner, local = divmod(expert, SHAPE.num_masters)
-            for tensor, master in zip(
-                at.slots, masters_of(owner, 0, SHAPE.num_masters), strict=True
-            ):
-                assert torch.equal(tensor[slot], master[local])
-            right += 1
-    return right
-
-
-def test_in_doubt_all_copies_are_made_anew() -> None:
-    with fresh_run_path() as run_path:
-        assert sum(run_ranks(doubt, 2, run_path, timeout_seconds=240)) > 0
 
 
 def overlap(rank: int, run_path: Path) -> tuple[int, set[int], Policy]:

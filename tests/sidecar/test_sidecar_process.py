@@ -58,8 +58,12 @@ def start(run_dir: Path, port: int) -> "subprocess.Popen[str]":
             "ultraep_lab.bench.prefill, ultraep_lab.bench.greedy_tokens, ultraep_lab.demo.report",
             {"torch"},
         ),
+        (
+            "ultraep_serve.doctor as of; of.diagnose(of.Subject())",
+            {"vllm", "sglang", "fastapi", "rich"},
+        ),
     ],
-    ids=["sidecar", "ring", "core", "lab", "client"],
+    ids=["sidecar", "ring", "core", "lab", "client", "doctor"],
 )
 def test_what_is_not_needed_is_not_imported(modules: str, unwanted: set[str]) -> None:
     code = f"import sys, {modules}; sys.exit(str({unwanted!r} & set(sys.modules)))"
