@@ -149,13 +149,12 @@ def stated_speeds(trace: Trace | LoadTrace) -> tuple[float, ...]:
     Raises TraceError where what it says is no speeds.
     """
     stated = trace.metadata.get("speeds", [])
-    if not isinstance(stated, list) or not all(is_speed(value) for value in stated):
+    if not isinstance(stated, list) or not all(map(_is_speed, stated)):
         raise TraceError(f"speeds = {stated!r} in the metadata must be numbers above 0, at most 1")
     return tuple(map(float, stated))
 
 
-def is_speed(value: object) -> bool:
-    """Whether ``value`` can be the speed of a rank: above 0, and 1 for the fastest."""
+def _is_speed(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 

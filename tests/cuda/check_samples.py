@@ -137,18 +137,15 @@ def other_kernel(at: Faulty) -> Iterator[None]:
 
 FAULTS = [
     Fault("flipped bit", SLOTS, computing=flip_all),
-    Fault("stale scale", SLOTS, computing=lambda at: at.slots[1].zero_()),
     Fault("wrong id", ASSIGNMENTS, ids=lambda flat: flat[first_of(flat)].bitwise_xor_(1)),
     Fault("padding computed", ASSIGNMENTS, ids=lambda flat: flat[flat.argmin()].fill_(0)),
     Fault("quota off by one", PLANS,
           computing=lambda at: at.rig.balancer._parts[0].plan.found.quota[0].add_(1)),
     Fault("share off by one", ASSIGNMENTS, share=lambda share: share[0].add_(1)),
     Fault("never copied", SLOTS, all_along=sent(lambda table: table[:, 3].zero_()), rank=0),
+    Fault("weights replaced beside the masters", SLOTS, all_along=replaced_master, rank=0),
     # of the samples, counted with those of the first batch, the tenth has answers
     Fault("kernel that computes slots otherwise", ANSWERS, all_along=other_kernel),
-    Fault("wrong expert copied", SLOTS, all_along=sent(lambda table: table[:, 0].add_(table[:, 2])),
-          rank=0),
-    Fault("weights replaced beside the masters", SLOTS, all_along=replaced_master, rank=0),
 ]  # fmt: skip
 
 

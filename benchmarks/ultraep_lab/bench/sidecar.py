@@ -36,10 +36,6 @@ class Sidecar(Endpoint):
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._ours: set[Policy] = set()  # in ``policy_restored``: what may be in force by us
 
-    def get(self, path: str) -> dict[str, Any]:
-        """The answer to a GET. Raises BenchError when refused."""
-        return self._object("GET", path)
-
     def policy(self) -> Policy:
         """The policy in force.
 
