@@ -95,16 +95,6 @@ def test_it_serves_with_a_token_of_its_own_and_stops_when_asked(tmp_path: Path) 
     assert "Traceback" not in errors
 
 
-def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        process = start(tmp_path, other.getsockname()[1])
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "in use" in errors
-    assert "--port" in errors
-    assert "Traceback" not in errors
-
-
 def test_an_address_that_cannot_be_served_on_says_which_part_of_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         for host, port, wrong in (
