@@ -7,7 +7,6 @@ import pytest
 from commands import named, words
 from manifests import DISAGGREGATED, MANY_HOSTS, OURS, Pod, balanced_pods, built, only, pods
 
-LWS = "leaderworkerset.sigs.k8s.io"
 LEADER = f"{OURS}-0.{OURS}.default"  # as the controller names it
 GROUPS = [*MANY_HOSTS, *DISAGGREGATED]
 
