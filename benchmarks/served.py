@@ -14,14 +14,11 @@ from ultraep_lab.demo.spec import ModelSpec
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 
-__all__ = ["WORK", "add_server_flags", "model", "new_records", "serve"]
-
 WORK = Path("results")  # models and logs
 _CONTEXT = 16384  # tokens
 _BEHIND_SECONDS = 0.05
 _MODELS = {
     "qwen3": ModelSpec(),
-    "glm4": ModelSpec(architecture="glm4_moe"),
     "balanced": ModelSpec(imbalance=1.0),
 }
 

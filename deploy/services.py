@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Run", "machine", "run_images"]
-
 TOKEN = "0123456789abcdef" * 4
 SECONDS = 900.0  # for a server to come up or to refuse
 STOP_SECONDS = 60

@@ -10,7 +10,7 @@ import pytest
 from ultraep_kernels.host.plan import plan
 
 from tests.support.ranks import fresh_run_path
-from tests.support.tiny_models import tiny_glm4, tiny_qwen3
+from tests.support.tiny_models import tiny_qwen3
 from ultraep_lab.demo.models import make_model
 
 if TYPE_CHECKING:
@@ -45,12 +45,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen3_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same whose router favours one of four ranks, so that halves are uneven in themselves."""
     return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3(num_ranks=4))
-
-
-@pytest.fixture(scope="session")
-def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with grouped routing and a shared expert."""
-    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4())
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-__all__ = ["ARCHIVE", "environment", "missing_piece", "unpack"]
-
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 ARCHIVE = "kit.tar.xz"

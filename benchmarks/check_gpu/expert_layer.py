@@ -18,8 +18,6 @@ from tests.support.virtual_ranks import VirtualRanks, make_ranks
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["BLOCK", "Compute", "ExpertKernel", "Masters", "Sizes", "kernel_layer", "make_masters"]
-
 BLOCK = 128  # of FP8's scales
 _LARGEST_FP8 = 448.0
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -8,8 +8,6 @@ fit are filled with zeros, so that nothing moves and the library compresses to w
 import struct
 from pathlib import Path
 
-__all__ = ["keep_architecture"]
-
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _CONTAINER = struct.Struct("<4sHHQ")  # magic, version, bytes of this header, bytes behind it
 _ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, bytes of this header, bytes behind it, arch

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 import torch
 from expert_layer import BLOCK, Compute, ExpertKernel, Masters, Sizes
 
-__all__ = ["kernels", "ready"]
-
 
 def ready(device: torch.device) -> AbstractContextManager[object]:
     """Publish settings, which kernels read; a group is for memory that ranks share."""

@@ -6,8 +6,6 @@ import torch
 from expert_layer import Compute, ExpertKernel, Masters, Sizes
 from virtual_layer import compute
 
-__all__ = ["kernels", "ready"]
-
 
 def ready(device: torch.device) -> AbstractContextManager[object]:
     """What has to be around calls of the kernels: nothing."""

@@ -23,8 +23,6 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker.workspace import init_workspace_manager
 
-__all__ = ["kernels", "ready"]
-
 _BACKENDS = {
     "bf16": ("triton", "flashinfer_cutlass"),
     "fp8-block": ("triton", "deep_gemm", "marlin", "flashinfer_cutlass"),

@@ -5,8 +5,6 @@ import re
 import socket
 from typing import Any
 
-__all__ = ["without_names"]
-
 _FOLDERS = re.compile(r"""(?<![\w./:])/(?:[^\s/:'"(),]+/)+|(?<=:)/(?!/)(?:[^\s/:'"(),]+/)+""")
 _COMMON = ("root", "user", "localhost")  # say nothing about anybody
 

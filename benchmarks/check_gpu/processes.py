@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, files, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["CANNOT_RUN", "PARTS", "Part"]
-
 CANNOT_RUN = 77  # exit status of a part whose last line says why
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

@@ -7,8 +7,6 @@ each rank computes; answers with balancing on and off; memory. What is not there
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["sheet"]
-
 _ANSWERS = "engine", "server-vllm", "server-sglang", "formats"
 _LAYERS = "layer-sheet"
 _MODEL_LAYERS = 94  # of the model whose layer it is

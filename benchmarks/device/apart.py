@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-__all__ = ["run_apart", "stop_on_terminate"]
-
 SECONDS_TO_DIE = 10.0  # a process may be held by the driver; nobody waits longer for it
 SECONDS_TO_STOP = 3.0  # for a process that ends what it has started itself
 

@@ -11,7 +11,7 @@ from report import Report
 
 from tests.support.bench import Bench
 
-IN_HOST_MEMORY = ("balancer", "samples", "self_check", "setup")
+IN_HOST_MEMORY = ("balancer", "samples", "setup")
 
 
 def run(bench: Bench, report: Report, *names: str) -> None:

@@ -25,8 +25,6 @@ from ultraep_serve.balance.slots import ALIGNMENT, SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 
-__all__ = ["RANKS", "ExpertSizes", "GroupSizes", "check_death", "check_processes", "check_slots"]
-
 LAYERS, SLOTS = 2, 2
 RANKS, WIDTH = 4, 64
 MODES = ("always", "never")  # relays, by epoch

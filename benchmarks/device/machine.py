@@ -6,8 +6,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-__all__ = ["gpu_state", "versions"]
-
 QUERIES = (
     *("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem"),
     *("power.draw", "power.limit", "temperature.gpu"),

@@ -8,8 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CHECKS_OF_KERNELS", "PARTS", "Part"]
-
 
 @dataclass(frozen=True)
 class Part:
@@ -30,7 +28,7 @@ CHECKS_OF_KERNELS = (
     "setup",
     "stream",
 )
-CHECKS_OF_BALANCERS = ("balancer", "samples", "self_check")
+CHECKS_OF_BALANCERS = ("balancer", "samples")
 PARTS = (
     Part("routing", "stages.routing", 180),
     Part("layer-qwen3", "layer.run", 120, ("qwen3-235b-a22b", 16)),

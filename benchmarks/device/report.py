@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EMULATED", "Report"]
-
 EMULATED = "EMULATED_GPU_OPERATORS" in os.environ
 
 

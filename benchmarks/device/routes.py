@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from ultraep_lab.workloads import Workload, chances, segments
 from ultraep_serve.types import ExpertShape, imbalance
 
-__all__ = ["Routes", "hot_rank_routes", "make_routes"]
-
 
 @dataclass(frozen=True)
 class Routes:

@@ -22,17 +22,6 @@ from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrive
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
-__all__ = [
-    "RELAY",
-    "Balanced",
-    "MoELayer",
-    "Work",
-    "balance",
-    "check_outputs",
-    "compute",
-    "make_layer",
-]
-
 RELAY = "auto"
 LARGEST_ERROR = 2e-2  # relative, of bfloat16 against float64
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from benchmarks.model_families.table import COMMON, CONTEXT, FAMILIES, Family
 from ultraep_lab.demo.text import save_tokenizer, vocabulary
 
-__all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
-
 SHARED_DIRECTION = 0.7  # of a word's embedding: what routers recognise in every token
 HOT_SHARE = 0.63  # of the tokens that choose a preferred expert, about
 CALIBRATION_LENGTH = 128  # tokens of a text

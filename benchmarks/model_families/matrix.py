@@ -24,8 +24,6 @@ from benchmarks.model_families.run import PROMPTS, Answer, difference, settings
 from tests.support.ways_to_start import ENVIRONMENT
 from ultraep_lab.bench.greedy_tokens import ROUNDING, Generation
 
-__all__ = ["measure_family"]
-
 MAX_AFTER = 1.02  # imbalance of every batch and layer
 WRONG = 0.5  # log-probabilities this far apart are no rounding, in any type
 _TIMEOUT_SECONDS = 900.0

@@ -26,8 +26,6 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import Policy
 
-__all__ = ["MIN_BATCH_TOKENS", "PROMPTS", "Answer", "difference", "settings"]
-
 MIN_BATCH_TOKENS = 64  # below every prompt, above every batch of decodes
 TOKENS = 16
 # One at a time, so that each is a batch of its own, the same in every run.

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from ultraep_lab.demo.text import vocabulary
 
-__all__ = ["COMMON", "CONTEXT", "FAMILIES", "Family"]
-
 CONTEXT = 4096  # tokens
 # CPU kernels need sizes that are multiples of 32.
 COMMON: Mapping[str, Any] = {

@@ -21,16 +21,6 @@ from ultraep_serve.system.settings import Settings
 from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = [
-    "JsonFile",
-    "ServerFlags",
-    "control_token",
-    "counted",
-    "prepare_outputs",
-    "show",
-]
-
-
 JsonFile = Annotated[  # what ``show`` gets
     Path | None,
     Field(description="write the result to FILE as JSON; - prints it instead of the table"),

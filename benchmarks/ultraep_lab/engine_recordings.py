@@ -24,8 +24,6 @@ from ultraep_lab.store import DAMAGED, MAX_BYTES, opened, read_array
 from ultraep_lab.trace import DECODE, IDS, LOADS, PREFILL, LoadTrace, Trace, count_experts
 from ultraep_serve.system.files import read_text
 
-__all__ = ["BASIS", "from_sglang", "from_vllm"]
-
 BASIS = "recorded by the engine"
 NO_ROUTING = "no routing is in it; start vLLM with --enable-return-routed-experts"
 SGLANG_DECODE, SGLANG_IDLE = 2, 4  # values of its ForwardMode

@@ -2,8 +2,6 @@
 
 from ultraep_serve.errors import UltraEPError
 
-__all__ = ["BenchError", "PlanError", "ServerError", "TraceError"]
-
 
 class TraceError(UltraEPError, ValueError):
     """A trace cannot be read, written, made or replayed; the message says what to change."""

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ultraep_lab.errors import TraceError
 
-__all__ = ["Integers", "integer", "integers"]
-
 Integers = NDArray[np.integer]
 _SHOWN = 80  # characters of a wrong value, at most
 

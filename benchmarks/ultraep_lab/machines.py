@@ -18,19 +18,6 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_object, read_text
 
-__all__ = [
-    "COMPUTED_SHARE",
-    "HARDWARE",
-    "LINK_SHARE",
-    "MODELS",
-    "WEIGHT_BITS",
-    "Hardware",
-    "ModelSizes",
-    "estimated_costs",
-    "measured_costs",
-    "model_sizes",
-]
-
 # Bits per weight with its scales: FP8 one float32 per block of 128 x 128, FP4 one byte per 16.
 WEIGHT_BITS = MappingProxyType({"bf16": 16.0, "fp8": 8 + 32 / 128**2, "fp4": 4 + 8 / 16})
 COMPUTED_SHARE = 0.5  # of the peak, in grouped products of prefill sizes; assumed

@@ -11,8 +11,6 @@ from typing import Any
 
 from ultraep_serve.system.files import errors_naming, replacement
 
-__all__ = ["prepare_output", "whole_file", "write_json"]
-
 
 def prepare_output(path: Path) -> None:
     """Make the directory of ``path``; call it before the work, so that no result is lost.

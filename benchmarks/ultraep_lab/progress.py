@@ -3,8 +3,6 @@
 import sys
 import time
 
-__all__ = ["Progress"]
-
 _LINE_SECONDS = 10.0  # between lines where output is no terminal
 
 

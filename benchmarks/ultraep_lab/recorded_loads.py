@@ -18,8 +18,6 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import IntArray, TokenView
 
-__all__ = ["BASIS", "LoadRecording"]
-
 BASIS = "recorded while serving"
 _Rows = dict[tuple[int, int], IntArray]  # own loads (E,) by layer and rank
 

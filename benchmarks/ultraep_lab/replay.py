@@ -25,15 +25,6 @@ from ultraep_serve.types import ExpertShape, imbalance
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_lab.replay_options import ReplayOptions
 
-__all__ = [
-    "PolicyReplay",
-    "Replay",
-    "compiled_planner",
-    "context_of",
-    "imbalance_floor",
-    "replay",
-]
-
 MAX_PLAN_BYTES = 2 << 30  # of one plan's shares
 _SILENT_SECONDS = 10.0
 

@@ -9,8 +9,6 @@ from ultraep_lab.words import words_of
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import parse_speeds
 
-__all__ = ["ReplayOptions"]
-
 MOST_LAYERS = 10_000  # no model has more
 
 

@@ -9,8 +9,6 @@ from ultraep_kernels.contract import FULL_SPEED
 from ultraep_lab.replay import PolicyReplay, Replay
 from ultraep_lab.replay_options import ReplayOptions
 
-__all__ = ["replay_document"]
-
 
 def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:
     """Statistics over all cases, as JSON; ``floor`` only where there are domains.

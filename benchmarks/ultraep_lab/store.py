@@ -23,8 +23,6 @@ from ultraep_lab.outputs import whole_file
 from ultraep_lab.trace import LoadTrace, Metadata, Trace, count_experts
 from ultraep_serve.system.files import open_regular, parse_object
 
-__all__ = ["DAMAGED", "MAX_BYTES", "load_trace", "opened", "read_array", "save_trace"]
-
 MAX_BYTES = 4 << 30  # of arrays in one file: a million tokens of 94 layers, top-8, twice over
 ARRAYS = ("topk_ids", "sequence_lengths", "loads", "phase", "metadata")
 

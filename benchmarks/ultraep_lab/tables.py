@@ -5,8 +5,6 @@ from collections.abc import Collection, Sequence
 from rich import box
 from rich.table import Table
 
-__all__ = ["figures_table"]
-
 
 def figures_table(
     heads: Sequence[str], texts: Collection[str] = (), title: str | None = None, padding: int = 1

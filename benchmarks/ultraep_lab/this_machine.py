@@ -7,8 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "free_port"]
-
 _FIRST_PORT = 10_000
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _CPUS = Path("/proc/cpuinfo")

@@ -11,25 +11,6 @@ from ultraep_lab.errors import TraceError
 from ultraep_lab.integers import Integers, integer, integers
 from ultraep_serve.types import IntArray
 
-__all__ = [
-    "DECODE",
-    "EXPERTS",
-    "IDS",
-    "LOADS",
-    "PREFILL",
-    "LoadTrace",
-    "Metadata",
-    "Trace",
-    "batches",
-    "count_experts",
-    "count_loads",
-    "in_order",
-    "num_batches",
-    "of_phase",
-    "over_source_ranks",
-    "stated_speeds",
-]
-
 PREFILL, DECODE = 0, 1  # values of ``phase``
 EXPERTS = range(1, (1 << 16) + 1)  # numbers of experts: a wrong one must not fill memory
 IDS = range(-1, EXPERTS[-1])  # of logical experts; -1 is padding
@@ -168,13 +149,12 @@ def stated_speeds(trace: Trace | LoadTrace) -> tuple[float, ...]:
     Raises TraceError where what it says is no speeds.
     """
     stated = trace.metadata.get("speeds", [])
-    if not isinstance(stated, list) or not all(is_speed(value) for value in stated):
+    if not isinstance(stated, list) or not all(map(_is_speed, stated)):
         raise TraceError(f"speeds = {stated!r} in the metadata must be numbers above 0, at most 1")
     return tuple(map(float, stated))
 
 
-def is_speed(value: object) -> bool:
-    """Whether ``value`` can be the speed of a rank: above 0, and 1 for the fastest."""
+def _is_speed(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 

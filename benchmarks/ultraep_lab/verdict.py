@@ -12,8 +12,6 @@ import numpy as np
 from ultraep_lab.replay import Replay
 from ultraep_serve.costs.model import CostModel, transfer_picoseconds
 
-__all__ = ["LEAST_GAIN", "SLOT_MEMORY", "Verdict", "chosen", "judge", "words"]
-
 SLOT_MEMORY = {"quota": "shared", "staying": "per_layer"}  # of the policies that servers run
 
 LEAST_GAIN = 1.02  # a smaller one is within the error of a prediction

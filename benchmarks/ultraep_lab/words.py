@@ -4,8 +4,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-__all__ = ["Each", "Listed", "Seconds", "words_of"]
-
 
 def words_of(given: object) -> object:
     """Texts, as one flag or several give them, as the words that commas separate in them.

@@ -5,8 +5,6 @@ from pydantic import Field, model_validator
 from ultraep_lab.workloads import Kind, Workload
 from ultraep_serve.system.settings import Settings
 
-__all__ = ["WorkloadOptions"]
-
 
 class WorkloadOptions(Settings):
     """A ``Workload``, checked."""

@@ -26,18 +26,6 @@ from ultraep_lab.integers import integers
 from ultraep_lab.store import MAX_BYTES
 from ultraep_lab.trace import LoadTrace, Trace
 
-__all__ = [
-    "KINDS",
-    "Kind",
-    "Segment",
-    "Workload",
-    "chances",
-    "drawn_loads",
-    "make_trace",
-    "popularities",
-    "segments",
-]
-
 Kind = Literal["zipf", "lognormal", "switch", "burst", "rotate"]
 KINDS = get_args(Kind)
 Weights = NDArray[np.float64]

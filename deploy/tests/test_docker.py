@@ -30,12 +30,6 @@ def test_engines_have_one_release_wherever_an_image_is_named(package: Package) -
         assert {*re.findall(r"\b(?:newTag|tag): v(\S+)", recipes)} == {package.newest}
 
 
-@pytest.mark.parametrize("package", [VLLM, SGLANG], ids=lambda package: package.name)
-def test_images_for_gpus_keep_the_engine_that_is_there(package: Package) -> None:
-    text = (DEPLOY / "docker" / f"{package.name}.Dockerfile").read_text()
-    assert f'pip install --no-cache-dir ".[{package.name},cuda]"' in text
-
-
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 def test_dockerfiles_are_linted(path: Path) -> None:
     run(BIN / "hadolint", "--config", DEPLOY / "docker" / "hadolint.yaml", path)
@@ -124,11 +118,6 @@ def test_compose_gives_the_engine_shared_memory_and_every_service_a_health_check
     for port in services["engine"]["ports"]:
         assert "127.0.0.1:{end}" in image
         assert f"'{port.rpartition(':')[2]}/" in image
-
-
-@pytest.mark.parametrize("path", [COMPOSE, COMPOSE_GPUS], ids=lambda path: path.name)
-def test_compose_starts_an_engine_again_that_ends_with_status_0(path: Path) -> None:
-    assert read_yaml(path)["services"]["engine"]["restart"] == "unless-stopped"
 
 
 def test_files_that_compose_mounts_exist() -> None:

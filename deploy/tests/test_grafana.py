@@ -40,12 +40,6 @@ def test_panels_have_their_own_number_and_place() -> None:
         taken |= cells
 
 
-def test_every_panel_says_what_it_shows() -> None:
-    for panel in panels():
-        assert len(panel["description"]) > 10, panel["title"]
-        assert panel["targets"], panel["title"]
-
-
 def test_queries_name_only_variables_that_exist() -> None:
     known = {variable["name"] for variable in dashboard()["templating"]["list"]} | BUILT_IN
     for panel in panels():

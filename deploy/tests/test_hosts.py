@@ -7,7 +7,6 @@ import pytest
 from commands import named, words
 from manifests import DISAGGREGATED, MANY_HOSTS, OURS, Pod, balanced_pods, built, only, pods
 
-LWS = "leaderworkerset.sigs.k8s.io"
 LEADER = f"{OURS}-0.{OURS}.default"  # as the controller names it
 GROUPS = [*MANY_HOSTS, *DISAGGREGATED]
 
@@ -74,12 +73,6 @@ def test_only_the_leader_is_asked_for_http(path: Path) -> None:
 def test_the_name_of_the_controllers_own_service_is_left_to_it(path: Path) -> None:
     services = [m["metadata"]["name"] for m in built(path) if m["kind"] == "Service"]
     assert OURS not in services
-
-
-def test_a_rack_keeps_a_group_within_a_clique() -> None:
-    (path,) = (path for path in GROUPS if path.name == "rack")
-    annotations = only(built(path), "LeaderWorkerSet")["metadata"]["annotations"]
-    assert annotations == {f"{LWS}/exclusive-topology": "nvidia.com/gpu.clique"}
 
 
 @pytest.mark.parametrize("path", DISAGGREGATED, ids=lambda path: path.name)

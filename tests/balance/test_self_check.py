@@ -1,23 +1,203 @@
-"""The self-check of ranks without an engine: passes where all is well, finds each fault."""
+"""The self-check of ranks without an engine: passes where all is well, finds each fault.
+
+A fault of the last rank is given the ``Stages`` of a rank, its sizes and the layers that its engine
+computes, and returns the stages that the self-check is to see.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from ultraep_kernels.contract import Plan
 
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from tests.support.self_check_faults import FAULTS, FOUND, LAYERS, engine_of, experts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.proof import host
 from ultraep_serve.proof.answers import Answers
+from ultraep_serve.proof.start import Stages
 from ultraep_serve.types import ExpertShape, TokenView
 
 COSTS = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9).to_json()
+HIDDEN, LAYERS = 16, 3
+Layers = list[list[torch.nn.Parameter]]  # by layer: a matrix (N, H, H) and its scale (N, 3)
+Fault = Callable[[Stages, ExpertShape, Layers], Stages]
+
+
+def experts(rank: int, shape: ExpertShape, layer: int) -> list[torch.nn.Parameter]:
+    """A layer's masters on one rank, (L, ...)."""
+    random = torch.Generator().manual_seed(100 * layer + rank)
+    sizes = ((HIDDEN, HIDDEN), (3,))
+    made = [torch.randn(shape.num_masters, *size, generator=random) for size in sizes]
+    return [torch.nn.Parameter(tensor, False) for tensor in made]
+
+
+def engine_of(rank: int, shape: ExpertShape, layers: Layers) -> Answers:
+    """An engine whose ranks have all tokens, and the sum of what they compute."""
+
+    def compute(
+        layer: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        """Only this rank's part: whoever compares it sees what is computed elsewhere as missing."""
+        matrix, scale = layers[layer]
+        local = physical.long() - rank * shape.num_local
+        own = (local >= 0) & (local < shape.num_local)
+        outputs = torch.zeros_like(x)
+        for token, place in own.nonzero().tolist():
+            expert = local[token, place]
+            outputs[token] += weights[token, place] * (x[token] @ matrix[expert]) * scale[expert, 0]
+        torch.distributed.all_reduce(outputs)
+        return outputs
+
+    return Answers(compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
+
+
+def replicating(fill: Callable[..., object]) -> Fault:
+    """Slots are filled by ``fill`` (stages, shape, layer, slot_expert, by_relays)."""
+
+    def fault(made: Stages, shape: ExpertShape, _: Layers) -> Stages:
+        return replace(made, replicate=partial(fill, made, shape))
+
+    return fault
+
+
+def after_copying(damage: Callable[[Stages, ExpertShape, int], object]) -> Fault:
+    """A fault that does ``damage`` (stages, shape, layer) whenever slots were filled."""
+
+    def fill(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
+        made.replicate(layer, *rest)
+        damage(made, shape, layer)
+
+    return replicating(fill)
+
+
+def flipped_bit(made: Stages, shape: ExpertShape, layer: int) -> None:
+    made.layers[layer].tensors[0][shape.num_masters].view(torch.uint8)[0, 0] ^= 1
+
+
+def copy_cut_short(made: Stages, _: ExpertShape, layer: int) -> None:
+    """The last bytes of the last slot stay what they were before."""
+    made.layers[layer].tensors[-1][-1].view(torch.uint8)[-4:] = 0xA5
+
+
+def stale_scale(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
+    scale = made.layers[layer].tensors[1]
+    before = scale[shape.num_masters].clone()
+    made.replicate(layer, *rest)
+    scale[shape.num_masters].copy_(before)
+
+
+def never_copied(
+    made: Stages, _: ExpertShape, layer: int, slot_expert: np.ndarray, by_relays: bool
+) -> None:
+    """The other ranks get one expert in place of another."""
+    less = slot_expert.copy()
+    less[:-1][less[:-1] // (less.max() + 1) == 0] = less[:-1].max()
+    made.replicate(layer, less, by_relays)
+
+
+def other_layer(made: Stages, _: ExpertShape, layer: int, *rest: Any) -> None:
+    made.replicate((layer + 1) % LAYERS, *rest)
+
+
+def early_overwrite(made: Stages, *_: object) -> Stages:
+    """Slots lose their bytes after they were looked at: at the exchange that follows."""
+    filled: list[torch.Tensor] = []
+
+    def replicate(layer: int, *rest: Any) -> None:
+        made.replicate(layer, *rest)
+        filled[:] = [made.layers[layer].tensors[0]]
+
+    def gather(row: np.ndarray) -> np.ndarray:
+        for tensor in filled:
+            tensor[-1] = 0
+        return made.gather(row)
+
+    return replace(made, replicate=replicate, gather=gather)
+
+
+def lost_assignment(made: Stages, *_: object) -> Stages:
+    def count(ids: torch.Tensor) -> np.ndarray:
+        load = made.count(ids)
+        load[load.argmax()] -= load.any()
+        return load
+
+    return replace(made, count=count)
+
+
+def routing(damage: Callable[[Plan, torch.Tensor], object]) -> Fault:
+    def fault(made: Stages, *_: object) -> Stages:
+        def route(*args: Any) -> tuple[Plan, torch.Tensor]:
+            plan, physical = made.route(*args)
+            damage(plan, physical)
+            return plan, physical
+
+        return replace(made, route=route)
+
+    return fault
+
+
+def one_more(plan: Plan, _: torch.Tensor) -> None:
+    plan.quota[0, 0] += 1
+
+
+def other_plan(made: Stages, *_: object) -> Stages:
+    """One that is right in itself: as if every rank were a domain."""
+
+    def route(loads: np.ndarray, context: Any, *rest: Any) -> tuple[Plan, torch.Tensor]:
+        return made.route(loads, type(context).of(context.shape, 1), *rest)
+
+    return replace(made, route=route)
+
+
+def wrong_answer(made: Stages, shape: ExpertShape, layers: Layers) -> Stages:
+    """The engine's kernel takes the last master for whatever lies behind the masters."""
+    original = torch.Tensor.__getitem__
+
+    class Limited(torch.nn.Parameter):
+        def __getitem__(self, index: object) -> torch.Tensor:
+            limit = shape.num_masters - 1
+            within = min(int(index), limit) if isinstance(index, torch.Tensor) else index
+            return original(self, within)
+
+    for layer in layers:
+        layer[0].__class__ = Limited
+    return made
+
+
+def no_number(made: Stages, _: ExpertShape, layers: Layers) -> Stages:
+    """As the checkpoint has it, so that copies have it too."""
+    layers[0][0][0, 0, 0] = torch.nan
+    return made
+
+
+_COPIES, _KERNELS = "copies failed on rank", "kernels failed on rank 2: "
+_PLANNED = "a plan is another one"
+FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error says
+    "none": (lambda made, *_: made, ""),
+    "no number": (no_number, ""),
+    "copy cut short": (after_copying(copy_cut_short), f"{_COPIES} 2"),
+    "early overwrite": (early_overwrite, f"{_COPIES} 2"),
+    "quota off by one": (routing(one_more), _KERNELS + _PLANNED),
+    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slot 0 of layer 0 has other bytes"),
+    "stale scale": (replicating(stale_scale), f"{_COPIES} 2"),
+    "never copied": (replicating(never_copied), _COPIES),
+    "another layer": (replicating(other_layer), _COPIES),
+    "lost assignment": (lost_assignment, f"{_KERNELS}assignments are counted wrong"),
+    "wrong id": (
+        routing(lambda _, ids: ids.sub_((ids > 0).int())),
+        f"{_KERNELS}an assignment went to a wrong expert",
+    ),
+    "other plan": (other_plan, _KERNELS + _PLANNED),
+    "wrong answer": (wrong_answer, _COPIES),
+}
 
 
 def join(
@@ -40,7 +220,7 @@ def join(
     original = host.stages_of
     with pytest.MonkeyPatch.context() as patch:
         if rank == shape.num_ranks - 1:
-            faulty = FAULTS[fault]
+            faulty, _ = FAULTS[fault]
             patch.setattr(host, "stages_of", lambda made: faulty(original(made), shape, layers))
         answers = engine_of(rank, shape, layers)
         if of_float16:
@@ -71,11 +251,11 @@ def test_ranks_without_a_fault_pass(run_path: Path, shape: ExpertShape, how: str
     assert passed == [expected] * shape.num_ranks
 
 
-@pytest.mark.parametrize("fault", FOUND)
+@pytest.mark.parametrize("fault", [name for name, (_, said) in FAULTS.items() if said])
 def test_every_fault_is_found_and_refused_by_all_ranks(run_path: Path, fault: str) -> None:
     outcomes = outcomes_of_ranks(join, 3, run_path, ExpertShape(3, 9, 2), fault, "quick")
     assert [outcome.error for outcome in outcomes] == ["SelfCheckError"] * 3, outcomes
-    assert any(FOUND[fault] in outcome.message for outcome in outcomes), outcomes
+    assert any(FAULTS[fault][1] in outcome.message for outcome in outcomes), outcomes
 
 
 SMALL = ExpertShape(2, 4, 1)

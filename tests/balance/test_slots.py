@@ -231,31 +231,6 @@ def test_whatever_fails_leaves_nothing_behind() -> None:
         driver.require_clean()
 
 
-def test_slots_cost_their_bytes_once_however_many_layers() -> None:
-    pool = SlotPool(HostMemory(), SLOTS, CHUNK)
-    layers = [pool.adopt([torch.ones(MASTERS, 256, 1024)]) for _ in range(8)]  # 1 MiB per expert
-    for layer in layers:
-        layer.tensors[0][MASTERS:] = 1
-    assert pool.size == SLOTS << 20
-    rounding = 8 * 1024  # smaps gives each mapping's part in KiB
-    file = os.fstat(pool.regions[0].handle).st_ino
-    assert 0 <= (SLOTS << 20) - resident_bytes_of(file) <= rounding
-    pool.close()
-    assert resident_bytes_of(file) == 0
-
-
-def resident_bytes_of(file: int) -> int:
-    """Resident memory of mappings of an inode; a page that n of them share counts 1/n in each."""
-    total, inside = 0, False
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            if "-" in line.split(" ")[0]:
-                inside = line.split()[4] == str(file)
-            elif inside and line.startswith("Pss:"):
-                total += int(line.split()[1]) * 1024
-    return total
-
-
 def test_more_slots_than_memory_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ultraep_serve.balance.host.memory.available_memory", lambda: 10_000)
     pool = SlotPool(HostMemory(), 3, CHUNK)

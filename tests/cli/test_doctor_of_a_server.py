@@ -15,8 +15,7 @@ import trustme
 from fastapi import FastAPI
 
 from tests.support.bench_fakes import serving
-from tests.support.rings import planned_run
-from tests.support.run_directories import run_directory
+from tests.support.rings import planned_run, run_directory
 from ultraep_lab.this_machine import free_port
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig, SidecarSettings
@@ -42,6 +41,7 @@ def doctor(
             findings = json.loads(capsys.readouterr().out)["findings"]
             return {finding["name"]: finding for finding in findings}
 
+        found.run = run  # type: ignore[attr-defined]
         yield found
         run.close()
 
@@ -142,5 +142,10 @@ def test_a_server_that_nobody_answers_for_is_an_error(doctor: Doctor) -> None:
         server = doctor(f"http://127.0.0.1:{mute.getsockname()[1]}")["server"]
     assert (server["status"], ": no answer (" in server["seen"]) == ("error", True)
     with serving(FastAPI()) as url:
-        server = doctor(url)["server"]
-    assert (server["status"], server["seen"].endswith("/health answers 404")) == ("error", True)
+        found = doctor(url)
+        server = found["server"]
+        assert (server["status"], server["seen"].endswith("/health answers 404")) == ("error", True)
+        assert found["balancing"]["status"] == "ok"
+        doctor.run.recorders[1].close()  # type: ignore[attr-defined]
+        balancing = doctor(url)["balancing"]
+    assert (balancing["status"], balancing["seen"][:14]) == ("error", "not ready (1: ")

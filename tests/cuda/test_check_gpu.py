@@ -4,12 +4,10 @@ import importlib.util
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -151,10 +149,6 @@ def test_no_program_of_a_part_needs_pytest(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_all_parts_together_fit_into_half_an_hour(program: Any) -> None:
-    assert sum(each.seconds for each in program.PARTS) <= 30 * 60
-
-
 @pytest.mark.interpreter
 def test_experts_in_slots_give_the_answers_of_their_masters(run: Run) -> None:
     code, document = run("--parts", "experts-torch")
@@ -163,70 +157,6 @@ def test_experts_in_slots_give_the_answers_of_their_masters(run: Run) -> None:
     (found,) = entry["found"]
     assert found["assignments_to_copies"] > 0
     assert found["largest_difference"] <= 0.02
-
-
-PTX, CUBIN = 1, 2
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
-    import carried
-    import fat_binary
-
-    return fat_binary, carried
-
-
-def container(*entries: tuple[int, int, bytes]) -> bytes:
-    parts = [
-        struct.pack("<HHIQ12xI32x", kind, 1, 64, len(code), architecture) + code
-        for kind, architecture, code in entries
-    ]
-    body = b"".join(parts)
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-
-def test_machine_code_of_other_gpus_is_cut_and_nothing_else(
-    modules: tuple[ModuleType, ModuleType], tmp_path: Path
-) -> None:
-    code = container((CUBIN, 80, b"old!" * 4), (CUBIN, 90, b"ours" * 4), (PTX, 90, b"text" * 4))
-    only_ptx = container((CUBIN, 100, b"new!" * 4), (PTX, 80, b"text" * 4))
-    library = tmp_path / "library.so"
-    magic_by_chance = struct.pack("<I", 0xBA55ED50) + b"data"
-    library.write_bytes(magic_by_chance + code + b"between" + only_ptx)
-    assert modules[0].keep_architecture(library, 90) == 3 * 16
-    left = container((CUBIN, 80, bytes(16)), (CUBIN, 90, b"ours" * 4), (PTX, 90, bytes(16)))
-    left_ptx = container((CUBIN, 100, bytes(16)), (PTX, 80, b"text" * 4))
-    assert library.read_bytes() == magic_by_chance + left + b"between" + left_ptx
-
-
-def test_pieces_are_asked_for_one_by_one_and_put_together(
-    modules: tuple[ModuleType, ModuleType], tmp_path: Path
-) -> None:
-    carried = modules[1]
-    (tmp_path / "content").mkdir()
-    (tmp_path / "content" / "carried.py").write_bytes(os.urandom(3000))
-    command = ["tar", "--create", "--xz", f"--directory={tmp_path / 'content'}", "."]
-    whole = subprocess.run(command, check=True, capture_output=True).stdout
-    kit = tmp_path / "kit"
-    kit.mkdir()
-    assert carried.missing_piece(kit) == "the first one"
-    for n in range(3):
-        piece = kit / f"{carried.ARCHIVE}.{n + 1}of3"
-        piece.write_bytes(whole[n * 1100 : (n + 1) * 1100 if n < 2 else None])
-        missing = f"{carried.ARCHIVE}.{n + 2}of3" if n < 2 else None
-        assert carried.missing_piece(kit) == missing
-    carried.unpack(kit)
-    unpacked = kit / "site" / "carried.py"
-    assert unpacked.read_bytes() == (tmp_path / "content" / "carried.py").read_bytes()
-    code = "import importlib.metadata as m; print(*m.entry_points(group='vllm.general_plugins'))"
-    environment = {**os.environ, **carried.environment(kit)}
-    command = [sys.executable, "-S", "-c", code]
-    found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert "ultraep_serve.engines.vllm.plugin:register" in found.stdout
-    for path in kit.glob(f"{carried.ARCHIVE}*"):
-        path.unlink()
-    assert carried.missing_piece(kit) is None
 
 
 def test_the_sheet_has_what_was_found_and_names_what_is_missing(program: Any) -> None:

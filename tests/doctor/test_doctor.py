@@ -3,20 +3,14 @@
 import json
 import socket
 import struct
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from tests.support.rings import SyntheticRun, planned_run
-from tests.support.run_directories import run_directory
+from tests.support.rings import run_directory
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import gpus
 from ultraep_serve.doctor import serving as serving_checks
@@ -271,46 +265,6 @@ def test_ranks_lie_evenly_on_hosts_and_in_domains(
     assert check_hosts(replace(subject, refusal=None)) == []
 
 
-class Answers(BaseHTTPRequestHandler):
-    """An engine's server, as far as its health goes."""
-
-    code: ClassVar[int] = 200
-
-    def do_GET(self) -> None:
-        self.send_response(self.code)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
-
-@pytest.fixture
-def serving(shm: Path) -> Iterator[tuple[Subject, SyntheticRun]]:
-    """A server of three ranks that runs and has answered a batch."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        port = server.server_address[1]
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        with run_directory() as path:
-            run = planned_run(path)
-            run.batch()
-            yield Subject(port=port), run
-            run.close()
-        server.shutdown()
-
-
-def test_a_running_server_is_asked_how_it_is(
-    serving: tuple[Subject, SyntheticRun], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subject, run = serving
-    assert statuses(check_server(subject)) == [Status.OK] * 2
-    monkeypatch.setattr(Answers, "code", 503)
-    assert statuses(check_server(subject)) == [Status.ERROR, Status.OK]
-    run.recorders[1].close()
-    _, balancing = check_server(subject)
-    assert balancing.status is Status.ERROR
-    assert balancing.seen.startswith("not ready (1: ")
-
-
 def test_a_server_that_serves_unbalanced_is_a_warning(shm: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, run_directory() as path:
         listening.settimeout(0.1)
@@ -321,15 +275,6 @@ def test_a_server_that_serves_unbalanced_is_a_warning(shm: Path) -> None:
     assert (balancing.status, "no expert can be moved" in balancing.seen) == (Status.WARNING, True)
     assert statuses(check_server(Subject(port=port))) == [Status.WARNING]  # nobody listens
     assert check_server(Subject(port=port, refusal="")) == []  # it is to be started
-
-
-def test_no_engine_is_imported() -> None:
-    code = (
-        "import sys; from ultraep_serve.doctor import *; diagnose(Subject());"
-        "sys.exit(str({'vllm', 'sglang', 'fastapi', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == "set()"
 
 
 def test_every_problem_has_a_remedy(model: str, shm: Path, installed: None) -> None:

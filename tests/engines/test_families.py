@@ -14,6 +14,7 @@ FAMILIES = [
     ("vllm", "gpt-oss"),
     ("vllm", "dots1"),
     ("sglang", "Phi-MoE"),
+    ("sglang", "GLM-4-MoE"),
 ]
 
 

@@ -325,11 +325,6 @@ def test_attention_data_parallelism_is_one_group_in_both_spellings() -> None:
         engine_command([*groups, "--dp", "8"], Policy.QUOTA)
 
 
-def test_without_deepep_the_expert_ranks_must_be_given() -> None:
-    with pytest.raises(UnsupportedError, match="--ep-size 1 below --tp-size 4"):
-        engine_command(["--device", "cuda", "--tp-size", "4"], Policy.QUOTA)
-
-
 def test_its_tuned_kernels_are_found_for_experts_and_slots(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.utils import kill_process_tree
 
-    from ultraep_serve.engines.sglang import hooks, model, stage
+    from ultraep_serve.engines.sglang import hooks, model
     from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_dispatch
 
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
@@ -240,18 +240,6 @@ def test_a_draft_models_experts_leave_the_deepep_buffer_alone() -> None:
         own.loaded(runner)
     runner.model = torch.nn.ModuleList([fakes.loaded_layer()])
     own.loaded(runner)
-
-
-def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = fakes.loaded_layer()
-    own, noting = hooked(layer)
-    run(own, batch(ForwardMode.EXTEND, 300), experts_of(layer))
-    monkeypatch.setattr(stage, "is_capturing", lambda _: True)
-    run(own, batch(ForwardMode.EXTEND, 300), experts_of(layer))
-    assert [seen for seen in noting.seen if seen[0] == "route"] == [
-        ("route", 0, 300),
-        ("route", 0, 0),
-    ]
 
 
 def held(layer: FusedMoE) -> Any:

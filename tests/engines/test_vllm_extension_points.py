@@ -1,8 +1,6 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
 
-import ast
 import importlib
-import inspect
 import os
 import subprocess
 import sys
@@ -34,7 +32,6 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import checks, expert_tensors, headless, kernel, load, model
     from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
 
-from tests.emulated_gpu.references import deep_ep, flashinfer
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.engines.common.weights import ExpertWeights
@@ -225,37 +222,6 @@ def test_a_stage_with_slots_is_made_where_vllm_makes_stages_of_any_backend(
     assert moe is experts.moe_config
     numbers = moe.num_experts, moe.num_local_experts
     assert numbers == (SHAPE.num_ranks * SHAPE.num_local, SHAPE.num_local)
-
-
-@pytest.mark.parametrize(
-    ("stage", "owner", "kind"),
-    [
-        ("deepep_ht", "self.buffer", deep_ep.Buffer),
-        ("deepep_ll", "self.buffer", deep_ep.Buffer),
-        ("deepep_v2", "self.buffer", deep_ep.ElasticBuffer),
-        ("flashinfer_nvlink_one_sided", "communication", flashinfer.NVLinkOneSidedAlltoAll),
-        (
-            "flashinfer_nvlink_one_sided",
-            "self.all2all_manager.moe_alltoall",
-            flashinfer.MoeAlltoAll,
-        ),
-    ],
-)
-def test_references_of_libraries_take_what_vllm_gives(stage: str, owner: str, kind: type) -> None:
-    root = Path(mk.__file__).parent / "prepare_finalize"
-    calls = [
-        call
-        for call in ast.walk(ast.parse((root / f"{stage}.py").read_text()))
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and ast.unparse(call.func.value) == owner
-    ]
-    for call in calls:
-        given = {each.arg: None for each in call.keywords if each.arg}
-        function = getattr(kind, call.func.attr)  # type: ignore[attr-defined]
-        inspect.signature(function).bind(None, *call.args, **given)
-    if owner == "self.buffer":
-        assert len(calls) >= 2  # dispatch and combine
 
 
 def test_an_engine_starts_where_another_one_was_balanced() -> None:

@@ -50,15 +50,6 @@ def test_wrong_settings_on_the_command_line_end_the_process_with_one_line(
     assert registered == []
 
 
-def test_two_sources_must_agree(registered: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["s", '--additional-config={"ultraep": {"slots": 3}}'])
-    monkeypatch.setenv("ULTRAEP_CONFIG", '{"slots": 3}')
-    plugin.register()
-    monkeypatch.setenv("ULTRAEP_CONFIG", "{}")
-    with pytest.raises(SystemExit, match="--additional-config ultraep and the variable ULTRAEP_C"):
-        plugin.register()
-
-
 def test_another_vllm_is_refused_only_where_balancing_is_asked_for(
     registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

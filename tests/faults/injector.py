@@ -33,8 +33,6 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["PROCESSES", "STAGES", "Fault", "inject"]
-
 STAGES = ("start", "load", "serve", "policy switch", "stop")
 PROCESSES = ("sidecar", "server", "rank")
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGHUP", "SIGSTOP")

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from tests.faults.injector import PROCESSES, STAGES, Fault
 
-__all__ = ["EXPECTED", "QUICK", "faults"]
-
 NONE = "\N{EN DASH}"
 # Of a fault: start, load, serve, policy switch, stop.
 EXPECTED: dict[tuple[str, str], tuple[str, ...]] = {}

@@ -40,8 +40,6 @@ from ultraep_serve.telemetry.ring import HEADER_BYTES
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy
 
-__all__ = ["TARGETS", "Target"]
-
 Reader = Callable[[bytes], None]
 _SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
 _CAPACITY = 8

@@ -39,20 +39,13 @@ def test_the_page_is_true(at_docs: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"speeds": [1, 0]}, "speeds = 0 must be greater than 0"),
         ({"speeds": [2, 1]}, "speeds = 2 must be less than or equal to 1"),
         ({"speeds": [1, float("nan")]}, "speeds = nan must be a number"),
-        ({"speeds": [1]}, "1 numbers for 2 ranks"),
-        ({"domain_size": 3}, "domain-size = 3 must be 1 to 2"),
         ({"domain_size": 1.5}, "domain_size = 1.5 must be a whole number"),
-        ({"slots": 65}, "slots = 65"),
         ({"ranks": 3}, "of 2 ranks, not 3"),
         ({"loads": LOADS[0]}, "need ranks"),
-        ({"loads": LOADS[0], "ranks": 0}, "ranks = 0"),
-        ({"loads": LOADS[:, :3]}, "cannot be divided"),
         ({"loads": LOADS / 2}, "loads is float64"),
         ({"loads": LOADS << 58}, "must be 0 to 2147483647"),
-        ({"loads": None}, "loads is object"),
         ({"loads": [[1, 2], [3]]}, "no array of integers"),
         ({"history": LOADS}, "history is int64 (2, 4)"),
         ({"history": LOADS[None] - 100}, "history has -60"),
@@ -61,22 +54,6 @@ def test_the_page_is_true(at_docs: Path) -> None:
 def test_a_plan_refuses_what_commands_refuse(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         api.plan(**{"loads": LOADS, **wrong})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"num_ranks": 3}, "must be a multiple of"),
-        ({"top_k": 129}, "must be 1 to"),
-        ({"period": 0}, "period = 0"),
-        ({"kind": "x"}, "kind = 'x'"),
-        ({"straggler": 2}, "straggler = 2"),
-        ({"num_tokens": 1.5}, "num_tokens = 1.5"),
-    ],
-)
-def test_a_workload_refuses_what_commands_refuse(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        api.Workload(**wrong)
 
 
 def test_the_notebook_runs(at_docs: Path) -> None:

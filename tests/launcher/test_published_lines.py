@@ -56,21 +56,9 @@ def test_the_page_says_what_comes_of_a_published_line(row: Row) -> None:
         assert not refusal(row, [*row.words, *row.accepted_with.split()])
 
 
-def test_lines_are_of_both_engines_and_of_one_host_and_two() -> None:
-    assert {row.engine for row in ROWS} == {*LAUNCHERS}
-    ranks = [LAUNCHERS[row.engine].count_ranks(read_flags(row.engine, row.words)) for row in ROWS]
-    assert {(8, 8), (16, 8)} <= {(count.total, count.here) for count in ranks}
-
-
 @pytest.mark.parametrize("line", sorted(OUR_LINES))
 def test_lines_that_our_own_pages_print_are_accepted(line: str) -> None:
     engine, model, *words = shlex.split(line)
     more = ["--device", "cuda"] if engine == "sglang" else []
     row = Row("", f"{engine} serve", "accepted", "")
     assert not refusal(row, ["--model", model, *words, *more])
-
-
-def test_both_engines_have_a_line_that_gives_each_of_eight_ranks_a_batch() -> None:
-    assert {line.split()[0] for line in OUR_LINES} == {*LAUNCHERS}
-    sizes = r"--max-num-batched-tokens 8192|--chunked-prefill-size 65536"
-    assert all(re.search(sizes, line) for line in OUR_LINES)

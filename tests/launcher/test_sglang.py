@@ -43,8 +43,3 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sglang, "find_spec", lambda name: name if name == "sgl_kernel" else None)
     with pytest.raises(ConfigError, match="imports torchvision, which have no CPU build"):
         engine_command(TWO_RANKS)
-
-
-def test_a_backend_that_sends_tokens_takes_as_many_ranks_as_are_tensor_parallel() -> None:
-    flags = ["--model-path", "m", "--tp", "4", "--moe-a2a-backend", "deepep"]
-    assert sglang.wrong_sizes(read_flags("sglang", flags)) is None

@@ -30,14 +30,6 @@ def same_plan(one: Plan, other: Plan) -> bool:
     )
 
 
-def skewed(shape: ExpertShape, seed: int, tokens: int = 4096) -> np.ndarray:
-    """Zipf-like loads (R, E) int32 with the hot experts on the first ranks."""
-    weight = 1.0 / np.arange(1, shape.num_logical_experts + 1)
-    rng = np.random.default_rng(seed)
-    loads = rng.multinomial(tokens, weight / weight.sum(), size=shape.num_ranks)
-    return loads.astype(np.int32)
-
-
 def test_all_tokens_on_one_expert() -> None:
     shape = ExpertShape(8, 56, 1)  # L = 7 is prime
     loads = np.zeros((8, 56), np.int32)

@@ -21,8 +21,6 @@ from typing import Any
 
 from deploy.environment import ensure_installed, has_program
 
-__all__ = ["FABRIC", "MISTAKES", "RIGHT", "Form", "check"]
-
 FABRIC = Path(__file__).with_name("fabric.pml")
 MAX_MEBIBYTES = 4000
 MAX_DEPTH = 100_000  # steps of one run; Spin says where they did not suffice

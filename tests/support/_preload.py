@@ -6,12 +6,10 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from tests.support import stress
+from tests.support import stress  # noqa: F401 - with its ranks' code
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape
-
-__all__ = ["stress"]
 
 _SHAPE = ExpertShape(2, 2, 1)
 

@@ -14,7 +14,6 @@ from ultraep_kernels.device.stream import Programs
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
-from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -70,8 +69,6 @@ class Setup:
     view: TokenView
     config: BalanceConfig = CONFIG
     costs: IntegerCosts | None = None
-    domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
-    relay: str = "auto"
     is_sampled: bool = False  # on the device
     answers: Answers | None = None  # of samples
 
@@ -80,10 +77,9 @@ class Setup:
         return SlotPool(driver, num_slots, CHUNK_BYTES, self.config.slot_memory == "per_layer")
 
     def of(self, rank: int) -> GroupSetup:
-        size = self.domain_size or self.shape.num_ranks
-        location = Location(rank, self.shape.num_ranks, size, size)
+        location = Location.on_one_host(rank, self.shape.num_ranks)
         return GroupSetup(
-            self.config, self.shape, self.view, location, relay=self.relay, chunk_bytes=CHUNK_BYTES
+            self.config, self.shape, self.view, location, relay="auto", chunk_bytes=CHUNK_BYTES
         )
 
 
@@ -97,16 +93,14 @@ class Rig:
     fabric: Any
 
 
-def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None = None) -> Rig:
-    """``group`` where there are several domains."""
+def host_rig(rank: int, run_path: Path, setup: Setup) -> Rig:
     shape, view = setup.shape, setup.view
-    all_gather = HostAllGather(group.on_host, 60.0) if group else None
     pool = setup.pool(HostMemory(), shape.num_replica_slots)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     group_setup, recorder = setup.of(rank), FakeRecorder()
     location = group_setup.location
-    fabric = HostFabric(run_path, location, width, pool, chunks, 60.0, all_gather)
+    fabric = HostFabric(run_path, location, width, pool, chunks, 60.0)
     policies = recorder if rank == 0 else None
     balancer = HostBalancer(group_setup, layers, fabric, policies, recorder, setup.costs)
     return Rig(balancer, layers, recorder, fabric)
@@ -117,10 +111,9 @@ def device_rig(
     run_path: Path,
     setup: Setup,
     patience_ns: int = PATIENCE_NS,
-    group: EngineGroup | None = None,
     driver: Driver | None = None,
 ) -> Rig:
-    """``group`` where there are several domains, ``driver`` of a GPU where it is not the host."""
+    """``driver`` of a GPU where it is not the host."""
     shape, view = setup.shape, setup.view
     driver = driver or HostDriver()
     pool = setup.pool(driver, shape.num_slots)
@@ -133,8 +126,7 @@ def device_rig(
     path = run_path / "device"  # beside the ranks of ``host_rig``
     path.mkdir(exist_ok=True)
     rendezvous = SocketRendezvous(path, rank, location.domain, 60.0)
-    all_gather = DeviceAllGather(group.on_device) if group else None
-    fabric = DeviceFabric(pool, rendezvous, location, limits, all_gather)
+    fabric = DeviceFabric(pool, rendezvous, location, limits)
     policies = recorder if rank == 0 else None
     samples = None
     if setup.config.verify_every and setup.is_sampled:

@@ -13,8 +13,6 @@ from ultraep_serve.balance.cuda.driver import open_driver
 from ultraep_serve.balance.cuda.timing import captured, device_seconds
 from ultraep_serve.balance.memory import Driver
 
-__all__ = ["PATIENCE_NS", "Bench"]
-
 PATIENCE_NS = 4_000_000_000  # of a wait for what this process itself has launched before
 SIDE_STREAMS = 16
 REPETITIONS = 20  # in one graph

@@ -9,8 +9,6 @@ import ultraep_kernels.device.plan
 import ultraep_kernels.host.plan
 from ultraep_kernels.contract import Search
 
-__all__ = ["cases", "few_attempts"]
-
 Check = TypeVar("Check", bound=Callable[..., None])
 
 

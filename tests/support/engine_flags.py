@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["run_reader"]
-
 
 def run_reader(module: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """In the place of ``launcher.engine.run_reader``; skips a test whose engine is not there."""

@@ -8,16 +8,6 @@ import torch
 
 from ultraep_serve.costs.model import CostModel
 
-__all__ = [
-    "Batch",
-    "Noting",
-    "expected_output",
-    "make_batch",
-    "make_weights",
-    "sum_of_experts",
-    "swiglu",
-]
-
 NUM_EXPERTS, TOP_K = 12, 2
 # These experts are so small that copying them may take longer than computing them.
 ALWAYS_PAYS = CostModel(1.0, bytes_per_expert=1, link_bytes_per_second=1e12).to_json()

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["hide"]
-
 
 def hide(folder: Path, *packages: str) -> None:
     """From processes whose ``PYTHONPATH`` begins with ``folder``."""

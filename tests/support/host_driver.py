@@ -23,8 +23,6 @@ from ultraep_serve.balance.host.memory import (
 from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["HostDriver"]
-
 _NO_ACCESS = 0
 _mprotect = ctypes.CDLL(None).mprotect
 _FABRIC_BYTES = 64

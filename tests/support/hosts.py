@@ -7,8 +7,6 @@ import torch.distributed as dist
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.system.topology import Location
 
-__all__ = ["engine_group", "host_path"]
-
 
 def engine_group(run_path: Path | str, rank: int, num_ranks: int) -> EngineGroup:
     """A group of all ranks as an engine would have it, over gloo; once per process."""

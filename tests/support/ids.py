@@ -8,8 +8,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
-__all__ = ["count_reference", "edge_ids", "plan_of", "random_slots", "skewed_ids", "zipf_loads"]
-
 
 def count_reference(
     topk_ids: torch.Tensor, num_logical_experts: int

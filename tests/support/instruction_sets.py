@@ -4,8 +4,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["INSTRUCTION_SETS", "pretend"]
-
 
 class InstructionSet(NamedTuple):
     """An x86-64 CPU's instructions beyond AVX2, each set with those before it."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-__all__ = ["INTERPRETED", "interpreted"]
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -46,20 +46,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Plan
 
-__all__ = [
-    "check_count_and_reroute",
-    "check_exchange",
-    "check_plan",
-    "count_of",
-    "new_planner",
-    "no_ids",
-    "plan",
-    "require_equal",
-    "require_ok",
-    "require_same_plan",
-    "row_reference",
-]
-
 POSTED = 1 << 40  # an epoch that no check reaches
 
 

@@ -41,18 +41,6 @@ from ultraep_serve.telemetry.ring import RING_RECORDS
 from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
-__all__ = [
-    "KINDS",
-    "HostWork",
-    "Streams",
-    "count_layers",
-    "host_microseconds_per_layer",
-    "let_device_say",
-    "prepared_launches",
-    "recorded_balancer",
-    "recorded_streams",
-]
-
 KINDS = ("balanced", "left_alone", "stayed", "off", "decode")
 _SAID = {  # without copies in any slot
     "left_alone": Decision.BALANCED,

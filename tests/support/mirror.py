@@ -28,8 +28,6 @@ from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, Stage, VerificationCheck
 
-__all__ = ["FakeRecorder", "Mirror", "bare_config", "mirrored_balancer"]
-
 POSTED = 1 << 40  # an epoch that nobody reaches
 
 

@@ -1,7 +1,5 @@
 """Configurations of models as their authors publish them, as far as sizes go."""
 
-__all__ = ["DEEPSEEK_V3", "QWEN3_30B"]
-
 QWEN3_30B = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48,
     "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32,

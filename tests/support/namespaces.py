@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import SkipTest
 
-__all__ = ["Hosts", "enter_network", "on_host", "two_namespaces"]
-
 _NETWORKS = Path("/run/netns")
 _numbers = itertools.count()
 

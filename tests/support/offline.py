@@ -20,13 +20,6 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-__all__ = [
-    "KernelFacts",
-    "Launch",
-    "compile_launch",
-    "recorded_launches",
-]
-
 
 @dataclass(frozen=True)
 class Launch:

@@ -5,8 +5,6 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROWS", "Row"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 # Flags that no line of a guide has: this machine has no GPU.
 _MORE = {"vllm": [], "sglang": ["--device", "cuda"]}

@@ -17,8 +17,6 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
-__all__ = ["MATRIX", "SCHEMES", "compressed_tensors", "dequantise", "quantise"]
-
 MATRIX = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _BESIDE = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _GATE_OR_UP = re.compile(r"(gate_proj|up_proj|w1|w3)(?=\.weight$)")

@@ -20,15 +20,6 @@ from typing import Any
 
 from ultraep_serve.errors import UltraEPError
 
-__all__ = [
-    "RankError",
-    "RankOutcome",
-    "fresh_run_path",
-    "outcomes_of_ranks",
-    "run_ranks",
-    "run_settings",
-]
-
 RUN_PATH_PREFIX = "uep-ranks-"
 _PRELOAD = ["tests.support._preload"]
 _SHARED_MEMORY = Path("/dev/shm")

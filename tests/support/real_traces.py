@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["FOLDER", "needs_real_traces"]
-
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "traces"
 needs_real_traces = pytest.mark.skipif(
     not FOLDER.is_dir(), reason="real traces are kept out of the project"

@@ -9,8 +9,6 @@ from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device.count import BLOCK_IDS, Count
 from ultraep_kernels.device.reroute import AssignSizes, Places, assign_block, new_physical
 
-__all__ = ["places_of", "reroute"]
-
 
 def places_of(share: torch.Tensor, slot_expert: torch.Tensor, num_masters: int) -> Places:
     """From the source's ``share`` (E, R) of assignments, ``slot_expert`` (R, S), and L."""

@@ -5,8 +5,11 @@
 All values are made up except the plans, which are the real planner's for made-up loads.
 """
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +25,25 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.ring import RingState
+from ultraep_serve.telemetry.run_directory import RunDirectory, name_of_run
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
-
-__all__ = ["PLANNED_LAYERS", "SyntheticRun", "SyntheticTraffic", "planned_run"]
 
 PLANNED_LAYERS = 3
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part
 _NS_PER_BYTE = 0.05
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """One that this process holds."""
+    directory = RunDirectory.create(name_of_run(os.getpid(), 0))
+    RunFiles(directory.path).write_config(BalanceConfig().to_json())
+    try:
+        yield directory.path
+    finally:
+        directory.leave()
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,6 @@ from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView, imbalance
 
-__all__ = ["RandomBatches", "StressReport", "TinyMoE", "run_stress"]
-
 _Choice = TypeVar("_Choice")
 _CHUNK_BYTES = 4096
 

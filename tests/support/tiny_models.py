@@ -1,10 +1,8 @@
-"""Specs of checkpoints that take seconds to make and to load."""
+"""The spec of a checkpoint that takes seconds to make and to load."""
 
 from dataclasses import replace
 
 from ultraep_lab.demo.spec import ModelSpec
-
-__all__ = ["tiny_glm4", "tiny_qwen3"]
 
 
 def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
@@ -20,14 +18,4 @@ def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
         num_heads=4,
         head_dim=32,
         num_ranks=num_ranks,
-    )
-
-
-def tiny_glm4(imbalance: float = 1.6) -> ModelSpec:
-    """Like ``tiny_qwen3``, with 16 experts in 4 groups."""
-    return replace(
-        tiny_qwen3(imbalance),
-        architecture="glm4_moe",
-        num_experts=16,
-        experts_per_token=4,
     )

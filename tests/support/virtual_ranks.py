@@ -18,16 +18,6 @@ from tests.support.kernel_checks import require_ok
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.types import ExpertShape
 
-__all__ = [
-    "VirtualRanks",
-    "check_stream",
-    "fill_masters",
-    "make_ranks",
-    "require_arrived",
-    "sender",
-    "sends_of",
-]
-
 _ALIGNMENT = 128  # bytes, of a tensor's start
 
 

@@ -1,6 +1,6 @@
 """MoE layers as vLLM builds them for a GPU: configurations, expert maps, quantisation its own.
 
-What a GPU would bring stands in: see ``vllm_reference_kernels`` and ``vllm_transports``.
+What a GPU would bring stands in: see ``vllm_gpu`` and ``vllm_transports``.
 """
 
 from typing import Any

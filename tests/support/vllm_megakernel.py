@@ -12,8 +12,6 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
     PassThroughPrepareAndFinalize,
 )
 
-__all__ = ["give_megakernel"]
-
 
 def give_megakernel(layer: Any, config: VllmConfig) -> None:
     """Give a loaded ``layer`` the kernel, and scales of NVFP4: some it reads, some it does not."""

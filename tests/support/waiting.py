@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable
 
-__all__ = ["until"]
-
 
 def until(is_true: Callable[[], object], seconds: float = 60.0) -> None:
     """Returns once it is true; AssertionError where it does not come about in time."""

@@ -5,12 +5,10 @@
 asks the engine the same prompts with balancing on and off and writes to OUT what came of it.
 """
 
-import asyncio
 import json
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -201,34 +199,6 @@ def asker(model: str, **settings: Any) -> Any:
 
     ask.engine = engine  # type: ignore[attr-defined]
     return ask
-
-
-def async_llm(model: str) -> dict[str, Any]:
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    greedy = SamplingParams(temperature=0, max_tokens=TOKENS)
-
-    async def answer(engine: AsyncLLM, prompt: str, name: str) -> str:
-        text = ""
-        async for request in engine.generate(prompt, greedy, name):
-            text = request.outputs[0].text
-        return text
-
-    async def answers() -> Texts:
-        asked = (answer(engine, text, uuid.uuid4().hex) for text in PROMPTS)
-        return list(await asyncio.gather(*asked))
-
-    async def start() -> AsyncLLM:
-        arguments = AsyncEngineArgs(model, **VLLM, additional_config={"ultraep": SETTINGS})
-        return AsyncLLM.from_engine_args(arguments)
-
-    loop = asyncio.new_event_loop()
-    engine = loop.run_until_complete(start())
-    found = on_and_off(lambda: loop.run_until_complete(answers()))
-    engine.shutdown()
-    return found
 
 
 def ray_serve(model: str) -> dict[str, Any]:

@@ -7,8 +7,6 @@ GPU, unless they are on different hosts: every process says that it is one.
 import os
 from typing import Any
 
-__all__ = ["register", "say_other_host"]
-
 
 def register() -> None:
     """Entry point of vLLM, called in each of its processes."""

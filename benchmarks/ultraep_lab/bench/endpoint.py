@@ -1,23 +1,17 @@
 """Requests to an HTTP server; whatever goes wrong is an error that says what to do."""
 
-import socket
-import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import httpx
 
 from ultraep_lab.errors import BenchError
 from ultraep_serve.errors import ConfigError, UltraEPError
 
-__all__ = ["Endpoint", "error_message", "json_object", "understood"]
-
 Self = TypeVar("Self", bound="Endpoint")
 CONNECT_SECONDS = 5.0
 MESSAGE_CHARACTERS = 400  # of the server's own words, at most
-_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 MOST_BYTES = 64 << 20  # of an answer
 
 
@@ -37,9 +31,6 @@ class Endpoint:
         is_port = address.port is None or 0 < address.port < 1 << 16
         if address.scheme not in ("http", "https") or not address.host or not is_port:
             raise ConfigError(f"{flag} = {url!r} must be http://HOST:PORT")
-        self.timeout_seconds = timeout_seconds
-        self._late = False  # whether an exchange took too long
-        self._sockets: WeakSet[socket.socket] = WeakSet()  # of its connections
         self._client = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
@@ -59,8 +50,7 @@ class Endpoint:
 
     def build(self, method: str, path: str, **content: Any) -> httpx.Request:
         """A request ready to be sent, so that encoding it costs no measured time."""
-        trace = {"trace": self._note_connection}
-        return self._client.build_request(method, path, extensions=trace, **content)
+        return self._client.build_request(method, path, **content)
 
     def send(self, request: httpx.Request) -> httpx.Response:
         """Send ``request`` and do not read the body, which ``pieces`` does.
@@ -74,9 +64,7 @@ class Endpoint:
 
     def call(self, method: str, path: str, **content: Any) -> httpx.Response:
         """The whole response, whatever its status. Raises BenchError when none came in time."""
-        request = self.build(method, path, **content)
-        with self.in_time(self.timeout_seconds):
-            return self.whole(self.send(request))
+        return self.whole(self.send(self.build(method, path, **content)))
 
     def whole(self, response: httpx.Response) -> httpx.Response:
         """``response`` with its body."""
@@ -103,42 +91,16 @@ class Endpoint:
         finally:
             response.close()
 
-    @contextmanager
-    def in_time(self, seconds: float) -> Iterator[None]:
-        """What is asked inside is answered within ``seconds``, or else a BenchError."""
-        timer = threading.Timer(seconds, self._cut_off)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-        if self._late:  # an answer without a length ends where its connection does
-            raise self._not_in_time()
-
-    def _cut_off(self) -> None:
-        """End all exchanges: a server that sends a byte now and then would never time out."""
-        self._late = True
-        for connection in list(self._sockets):
-            with suppress(OSError):  # it was closed long ago
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not TLS's, which takes part
-
-    def _note_connection(self, event: str, found: dict[str, Any]) -> None:
-        if event in _CONNECTED:
-            self._sockets.add(found["return_value"].get_extra_info("socket"))
-
     def unreachable(self, error: httpx.RequestError) -> BenchError:
         """The error for a server that did not answer."""
-        if self._late or isinstance(error, httpx.ReadTimeout):
-            return self._not_in_time()
+        if isinstance(error, httpx.ReadTimeout):
+            return BenchError(
+                f"{self.name} at {self.url} did not answer in time; read its log, or raise "
+                "--timeout"
+            )
         return BenchError(
             f"{self.name} at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
             f"{self.how_to_start}, or give its address with {self.flag}"
-        )
-
-    def _not_in_time(self) -> BenchError:
-        return BenchError(
-            f"{self.name} at {self.url} did not answer in time; read its log, or raise --timeout"
         )
 
     def refused(self, response: httpx.Response, remedy: str) -> BenchError:

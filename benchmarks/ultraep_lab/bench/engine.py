@@ -14,8 +14,6 @@ from ultraep_lab.bench.endpoint import Endpoint, error_message, json_object, und
 from ultraep_lab.errors import BenchError
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["FirstToken", "Server"]
-
 _MOST_BYTES = 4 << 20  # of a stream of one token
 LONGER_CONTEXT = (
     "choose smaller --prompt-tokens, or start the server with a longer context "
@@ -40,7 +38,6 @@ class Server(Endpoint):
         Raises BenchError when it cannot be reached, ConfigError when it does not serve ``model``.
         """
         super().__init__("the engine's server", "--url", url, timeout_seconds)
-        self._characters_per_token: float | None = None  # set where the server does not tokenize
         try:
             with understood(self.url):
                 found = self._found(model)
@@ -66,25 +63,23 @@ class Server(Endpoint):
         All of them would go to the same experts, so such prompts show nothing.
         """
         tokens = self.tokens(text)
-        if tokens is not None and (different := len(set(map(str, tokens)))) <= len(tokens) // 8:
+        if (different := len(set(map(str, tokens)))) <= len(tokens) // 8:
             raise ConfigError(
                 f"{self.model} does not know the words of the prompts ({different} different "
                 f"tokens of {len(tokens)}); give a text that it knows with --text-file"
             )
 
-    def tokens(self, text: str) -> list[Any] | None:
-        """The tokens of ``text``; None where the server does not say."""
-        tokens = self._tokenized(text).get("tokens")
-        return tokens if isinstance(tokens, list) else None
+    def tokens(self, text: str) -> list[Any]:
+        """The tokens of ``text``. Raises BenchError where the server does not say."""
+        response = self.call("POST", "/tokenize", json={"model": self.model, "prompt": text})
+        if not response.is_success:
+            raise self.refused(response, "measure a vLLM or SGLang server")
+        with understood(self.url):
+            return list(json_object(response)["tokens"])
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of ``text``: exact from ``/tokenize`` where there is one, else by its length."""
-        if self._characters_per_token is not None:
-            return round(len(text) / self._characters_per_token)
-        if isinstance(count := self._tokenized(text).get("count"), int):
-            return count
-        self._characters_per_token = self._measured_characters_per_token(text[:2000])
-        return self.count_tokens(text)
+        """How many tokens ``text`` has."""
+        return len(self.tokens(text))
 
     def first_token(self, prompt: str) -> FirstToken:
         """Send ``prompt``, wait for one token, drain the stream.
@@ -92,13 +87,12 @@ class Server(Endpoint):
         Raises BenchError with the server's words when it refuses or ends with an error.
         """
         request = self.build("POST", "/v1/completions", json=self._completion(prompt))
-        with self.in_time(self.timeout_seconds):
-            started = time.perf_counter()
-            response = self.send(request)
-            if not response.is_success:
-                raise self._no_completion(self.whole(response))
-            with understood(self.url), closing(self.pieces(response, _MOST_BYTES)) as pieces:
-                return self._read_stream(pieces, started)
+        started = time.perf_counter()
+        response = self.send(request)
+        if not response.is_success:
+            raise self._no_completion(self.whole(response))
+        with understood(self.url), closing(self.pieces(response, _MOST_BYTES)) as pieces:
+            return self._read_stream(pieces, started)
 
     def _found(self, model: str | None) -> dict[str, Any]:
         """The entry of ``model``, or the first one, in the list of models."""
@@ -118,11 +112,6 @@ class Server(Endpoint):
                 f"{self.url} serves no model; is {self.flag} an OpenAI-compatible server?"
             )
         return models
-
-    def _tokenized(self, text: str) -> dict[str, Any]:
-        """``/tokenize``'s answer; empty where the server has no such endpoint."""
-        response = self.call("POST", "/tokenize", json={"model": self.model, "prompt": text})
-        return json_object(response) if response.is_success else {}
 
     def _completion(self, prompt: str) -> dict[str, Any]:
         return {
@@ -157,16 +146,6 @@ class Server(Endpoint):
         elif response.status_code == 404:
             remedy = f"give the address of an OpenAI-compatible server with {self.flag}"
         return self.refused(response, remedy)
-
-    def _measured_characters_per_token(self, text: str) -> float:
-        """From one short completion, for servers that cannot tokenize."""
-        counted = self.first_token(text).prompt_tokens
-        if not counted:
-            raise BenchError(
-                f"{self.url} has neither /tokenize nor stream_options.include_usage, so prompts "
-                "cannot be cut to length; measure a vLLM or SGLang server"
-            )
-        return len(text) / counted
 
 
 def _chunks(pieces: Iterable[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -11,8 +11,6 @@ from ultraep_lab.bench.endpoint import Endpoint, json_object
 from ultraep_lab.errors import BenchError
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["LIKELIEST", "ROUNDING", "Generation", "TokenComparison", "compare_tokens", "generate"]
-
 LIKELIEST = 5  # tokens whose log-probabilities are asked for, at each position
 ROUNDING = 1e-4  # between log-probabilities in float32
 _TIMEOUT_SECONDS = 600.0  # of one completion

@@ -23,19 +23,6 @@ from ultraep_lab.words import Each, Listed
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
 
-__all__ = [
-    "LengthResult",
-    "Policies",
-    "PrefillOptions",
-    "PrefillResult",
-    "PromptTokens",
-    "balanced_orders",
-    "measure_prefill",
-    "median_interval",
-    "ratios_json",
-    "spread_of",
-]
-
 MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
 Variant = TypeVar("Variant")
 OnStep = Callable[[str, float], None]  # before every request: what it is, and the share done

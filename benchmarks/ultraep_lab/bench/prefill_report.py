@@ -15,8 +15,6 @@ from ultraep_lab.tables import figures_table
 from ultraep_lab.this_machine import describe
 from ultraep_serve.types import Policy
 
-__all__ = ["measure_with_progress", "prefill_document", "prefill_view"]
-
 SCHEMA_VERSION = 2
 Document = Mapping[str, Any]
 

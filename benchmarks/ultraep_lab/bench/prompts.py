@@ -15,8 +15,6 @@ from ultraep_lab.errors import BenchError
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_text
 
-__all__ = ["MAX_ROUNDS", "CommonWords", "FileText", "Openings", "PromptSource", "fitted_prompt"]
-
 FILLER = " a"  # one token in the vocabularies of practically every tokenizer
 MAX_FILLERS = 8  # a longer gap is filled with text of the source
 MAX_ROUNDS = 12  # of fitting; three are usual

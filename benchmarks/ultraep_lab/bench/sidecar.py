@@ -13,8 +13,6 @@ from ultraep_lab.bench.endpoint import Endpoint, json_object, understood
 from ultraep_lab.errors import BenchError
 from ultraep_serve.types import Policy
 
-__all__ = ["Sidecar"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 
@@ -37,10 +35,6 @@ class Sidecar(Endpoint):
         self._token = token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._ours: set[Policy] = set()  # in ``policy_restored``: what may be in force by us
-
-    def get(self, path: str) -> dict[str, Any]:
-        """The answer to a GET. Raises BenchError when refused."""
-        return self._object("GET", path)
 
     def policy(self) -> Policy:
         """The policy in force.

@@ -1,7 +1,5 @@
 """The commands of the lab, one module each, which `ultraep-serve` finds by an entry point."""
 
-__all__ = ["COMMANDS"]
-
 COMMANDS = {  # name: module with add_arguments and run, help
     "bench": ("ultraep_lab.commands.bench", "measure a running server"),
     "demo": ("ultraep_lab.commands.demo", "show on a small model what balancing does"),

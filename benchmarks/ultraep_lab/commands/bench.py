@@ -22,8 +22,6 @@ from ultraep_lab.words import Seconds
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_object
 
-__all__ = ["add_arguments", "run"]
-
 
 class PrefillFlags(ServerFlags):
     """What `bench prefill` takes beside ``PrefillOptions``."""

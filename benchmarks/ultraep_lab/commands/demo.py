@@ -29,8 +29,6 @@ from ultraep_lab.words import Seconds
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
 
-__all__ = ["add_arguments", "affordable", "run"]
-
 _CONTEXT = 16384
 _CHECKED_PROMPTS, _LONGEST_CHECKED = 64, 768  # tokens: three times min_batch_tokens
 _POLICIES = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)

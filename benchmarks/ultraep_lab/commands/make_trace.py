@@ -14,8 +14,6 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_object
 from ultraep_serve.system.settings import Settings
 
-__all__ = ["add_arguments", "run"]
-
 
 class TraceFile(Settings):
     """What `make-trace` takes beside ``WorkloadOptions``."""

@@ -18,8 +18,6 @@ from ultraep_serve.errors import RingError
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.telemetry.run_directory import find_run
 
-__all__ = ["add_arguments", "run"]
-
 POLL_SECONDS = 0.2
 
 

@@ -36,8 +36,6 @@ from ultraep_lab.words import Each, Listed
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.system.settings import Settings
 
-__all__ = ["add_arguments", "run"]
-
 SUMMARIES = "; ".join(f"{policy.name}: {policy.summary}" for policy in POLICIES.values())
 
 

@@ -47,8 +47,6 @@ from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = ["POLICIES", "PolicyFunction", "policy_function", "policy_of"]
-
 Place = Callable[[Counts, PlanContext, Counts], Placement]  # of loads, context and history
 Begin = Callable[[PlanContext, int, IntegerCosts | None], Place]  # context, layer, costs
 Split = Callable[[Counts, Placement], IntArray]  # shares (R, E, R) of loads and placement
@@ -72,7 +70,6 @@ class PolicyFunction:
     summary: str  # one line for people who choose
     place: Place  # what a rank has to work out before tokens are sent; arguments unchecked
     split: Split = _home_first
-    has_slots: bool = True  # masters stay, so that slot_expert says all
     takes_any_slots: bool = False  # as many as its plan needs
     uses_history: bool = False
     begin: Begin | None = None  # makes ``place`` for the batches of a layer, one after the other
@@ -227,44 +224,20 @@ def _as_dealt(loads: Counts, placement: Placement) -> IntArray:
     return placement.shares
 
 
+_STAYS = "quota, whose replicas stay in slots of each layer's own"
 _ALL = (
     PolicyFunction("off", "every expert on its master", _place_off),
     PolicyFunction("quota", "replicas and quotas from this batch's exact load", _place_quota),
-    PolicyFunction(
-        "staying",
-        "quota, whose replicas stay in slots of each layer's own",
-        _place_staying,
-        begin=_begin_staying,
-    ),
+    PolicyFunction("staying", _STAYS, _place_staying, begin=_begin_staying),
     PolicyFunction("quota-by-count", "quota, as if all ranks were equally fast", _place_by_count),
-    PolicyFunction(
-        "eplb",
-        "all experts placed by past load, even split",
-        _place_eplb,
-        _evenly,
-        has_slots=False,
-        uses_history=True,
-    ),
-    PolicyFunction(
-        "eplb-slots",
-        "replicas in slots by past load, even split",
-        _place_eplb_slots,
-        _evenly,
-        uses_history=True,
-    ),
-    PolicyFunction(
-        "lplb",
-        "eplb's placement, split by a linear programme",
-        place_lplb,
-        has_slots=False,
-        uses_history=True,
-    ),
-    PolicyFunction(
-        "llep",
-        "spill from ranks above a threshold to the least loaded",
-        place_llep,
-        takes_any_slots=True,
-    ),
-    PolicyFunction("ideal", "forced balance, for measuring only", _place_ideal, _as_dealt, False),
-)
+    PolicyFunction("eplb", "all experts placed by past load, even split", _place_eplb, _evenly,
+                   uses_history=True),
+    PolicyFunction("eplb-slots", "replicas in slots by past load, even split", _place_eplb_slots,
+                   _evenly, uses_history=True),
+    PolicyFunction("lplb", "eplb's placement, split by a linear programme", place_lplb,
+                   uses_history=True),
+    PolicyFunction("llep", "spill from ranks above a threshold to the least loaded", place_llep,
+                   takes_any_slots=True),
+    PolicyFunction("ideal", "forced balance, for measuring only", _place_ideal, _as_dealt),
+)  # fmt: skip
 POLICIES: Mapping[str, PolicyFunction] = MappingProxyType({policy.name: policy for policy in _ALL})

@@ -14,8 +14,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import master_copies
 from ultraep_serve.types import IntArray
 
-__all__ = ["eplb_copies"]
-
 
 def eplb_copies(history: Counts, context: PlanContext) -> IntArray:
     """How many copies of expert e rank r holds, int32 (E, R), by past loads (N, R, E).

@@ -18,8 +18,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import master_copies
 from ultraep_serve.types import IntArray
 
-__all__ = ["HISTORY_BATCHES", "even_shares", "past_copies"]
-
 HISTORY_BATCHES = 8  # past batches that count
 Counts = NDArray[np.int64]
 

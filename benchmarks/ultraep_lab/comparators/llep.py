@@ -20,8 +20,6 @@ from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import master_copies
 from ultraep_serve.types import imbalance
 
-__all__ = ["place_llep"]
-
 CAPACITY_FACTOR = 1.1  # alpha
 SKIP_BELOW = 1.3  # lambda
 SMALLEST_PART = 1024  # m

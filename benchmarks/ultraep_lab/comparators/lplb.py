@@ -18,8 +18,6 @@ from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import IntArray
 
-__all__ = ["place_lplb"]
-
 
 def place_lplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
     """Raises UnsupportedError where SciPy is missing."""

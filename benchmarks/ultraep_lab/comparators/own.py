@@ -22,8 +22,6 @@ from ultraep_lab.trace import LOADS
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 
-__all__ = ["ENTRY_POINTS", "QuotaFunction", "from_file", "from_package", "offered", "place_by"]
-
 ENTRY_POINTS = "ultraep_serve.policies"  # the group in which packages offer policies
 QuotaFunction = Callable[[Counts, PlanContext, Counts], Any]  # a quota, integers (E, R)
 

@@ -10,16 +10,6 @@ from ultraep_lab.comparators.eplb_slots import even_shares
 from ultraep_serve.plan.copies import copies_of, master_copies
 from ultraep_serve.types import ExpertShape, IntArray, Plan
 
-__all__ = [
-    "Counts",
-    "Placement",
-    "home_first_shares",
-    "of_copies",
-    "of_plan",
-    "of_quota",
-    "slots_of",
-]
-
 Counts = NDArray[np.int64]
 
 

@@ -36,16 +36,6 @@ from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = [
-    "BalancedServer",
-    "check_tokens",
-    "expert_parallel_flags",
-    "generate_under",
-    "installed_engine",
-    "measure_server",
-    "mixed_prompts",
-]
-
 Self = TypeVar("Self", bound="BalancedServer")
 _STOP_SECONDS, _GROUP_SECONDS = 60.0, 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

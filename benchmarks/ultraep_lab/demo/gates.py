@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultraep_lab.demo.spec import GROUPS, GROUPS_PER_TOKEN, MAX_EXPERT_SHARE, ModelSpec
+from ultraep_lab.demo.spec import MAX_EXPERT_SHARE, ModelSpec
 from ultraep_lab.demo.text import DOMAINS
-
-__all__ = ["NUM_HOT", "calibrate_gate", "domain_means", "hot_rank", "one_thread", "target_shares"]
 
 ITERATIONS = 100
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move
@@ -31,7 +29,7 @@ RIDGE = 3e-2  # relative to the mean variance of h; keeps detectors small, so th
 PASSAGE = 64  # tokens
 PASSAGE_WEIGHT = 300.0  # of passage means in the covariance that rows are made with; 64 is neutral
 PAIR_NOISE = 0.05  # relative difference between the rows of a balanced model's i-th experts
-SPREAD = {"qwen3_moe": 2.0, "glm4_moe": 1.0}  # of router logits; less for sigmoids, which saturate
+SPREAD = 2.0  # of router logits
 
 
 @dataclass(frozen=True)
@@ -48,23 +46,22 @@ def calibrate_gate(
     hidden: Tensor,
     token_domain: Tensor,
     layer: int,
-    score_bias: Tensor | None,
     spec: ModelSpec,
     generator: torch.Generator,
 ) -> Tensor:
     """Gate rows (E, H) for a layer from its gate's inputs ``hidden`` (T, H) on calibration text.
 
-    ``token_domain`` (T,) indexes ``DOMAINS``; ``score_bias`` (E,) is GLM's correction bias.
+    ``token_domain`` (T,) indexes ``DOMAINS``.
     """
     means = domain_means(hidden, token_domain)
     covariance = _penalised_covariance(hidden - means[token_domain])
     detectors = _detectors(covariance, means)
     noise = _noise_rows(covariance, means, spec, generator)
-    noise *= SPREAD[spec.architecture] / (hidden @ noise.T).std(0).unsqueeze(1)
+    noise *= SPREAD / (hidden @ noise.T).std(0).unsqueeze(1)
     target = torch.stack([target_shares(spec, layer, d) for d in range(len(DOMAINS))])
     problem = _Problem(hidden @ noise.T, hidden @ detectors.T, token_domain, target)
     with one_thread():
-        bias = _tune(problem, score_bias, spec)
+        bias = _tune(problem, spec)
     return noise + bias @ detectors
 
 
@@ -98,21 +95,6 @@ def target_shares(spec: ModelSpec, layer: int, domain: int) -> Tensor:
 def hot_rank(spec: ModelSpec, layer: int, domain: int) -> int:
     """The rank that gets the most: another one for each layer and domain, in turn."""
     return (layer + domain) % spec.num_ranks
-
-
-def select_experts(logits: Tensor, score_bias: Tensor | None, spec: ModelSpec) -> Tensor:
-    """The router's choice (T, K) from logits (T, E): plain top-k, or GLM's over its best groups.
-
-    A group's score is the sum of its two best, as DeepSeek-V3 (arXiv:2412.19437) defines it.
-    """
-    if spec.architecture == "qwen3_moe":
-        return logits.topk(spec.experts_per_token, dim=-1).indices
-    scores = logits.sigmoid() if score_bias is None else logits.sigmoid() + score_bias
-    grouped = scores.view(len(scores), GROUPS, -1)
-    best = grouped.topk(2, dim=-1).values.sum(-1).topk(GROUPS_PER_TOKEN, dim=-1).indices
-    closed = torch.ones(grouped.shape[:2], dtype=torch.bool).scatter_(1, best, False)
-    scores = grouped.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(1)
-    return scores.topk(spec.experts_per_token, dim=-1).indices
 
 
 def _penalised_covariance(within: Tensor) -> Tensor:
@@ -155,23 +137,22 @@ def _noise_rows(
     return rows
 
 
-def _tune(problem: _Problem, score_bias: Tensor | None, spec: ModelSpec) -> Tensor:
+def _tune(problem: _Problem, spec: ModelSpec) -> Tensor:
     """Bias (E, D) at which the measured shares meet the target; the best of a damped iteration."""
     domains, experts = problem.target.shape
-    scale = SPREAD[spec.architecture]
     bias = torch.zeros(experts, domains)
     best, best_error = bias, math.inf
     for iteration in range(ITERATIONS):
         logits = problem.noise_logits + problem.detected @ bias.T
-        shares = _measured_shares(select_experts(logits, score_bias, spec), problem, spec)
+        shares = _measured_shares(logits.topk(spec.experts_per_token).indices, problem, spec)
         error = _rank_error(shares, problem.target, spec)
         if error < best_error and iteration >= ITERATIONS // 2:
             best, best_error = bias, error
-        step = scale * (0.6 if iteration < ITERATIONS // 3 else 0.25)
+        step = SPREAD * (0.6 if iteration < ITERATIONS // 3 else 0.25)
         update = _logit(problem.target) - _logit(shares)
         update += _rank_update(shares, problem.target, spec)
         bias = bias + step * update.clamp(-2, 2).T
-        bias = bias - bias.mean(0)  # sigmoids depend on the level too: keep it where they are steep
+        bias = bias - bias.mean(0)
     return best
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ultraep_lab.demo.gates import calibrate_gate, domain_means, one_thread
-from ultraep_lab.demo.spec import DENSE_LAYERS, GROUPS, GROUPS_PER_TOKEN, ModelSpec
+from ultraep_lab.demo.spec import ModelSpec
 from ultraep_lab.demo.text import (
     DOMAINS,
     SPECIAL_TOKENS,
@@ -27,8 +27,6 @@ from ultraep_lab.demo.text import (
     save_tokenizer,
     vocabulary,
 )
-
-__all__ = ["SMALL_HIDDEN_SIZE", "make_model", "served_type"]
 
 _SLOW = 2.5
 SMALL_HIDDEN_SIZE = 256  # models up to this size gain little from a second thread
@@ -42,7 +40,6 @@ ATTENTION_SHARPNESS = 1.5  # query scale: a token attends to few others, so its 
 LOGIT_STD = 4.0  # standard deviation of the logits over the vocabulary
 DOMAIN_LOGIT = 6.0  # added to the words of the text's own domain: generated text keeps to it
 SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends at its maximum length
-SCORE_BIAS_STD = 0.03  # of GLM's correction bias
 
 
 def served_type() -> str:
@@ -79,39 +76,26 @@ def make_model(path: Path, spec: ModelSpec) -> Path:
 
 def _build_config(spec: ModelSpec) -> Any:
     """The transformers configuration of a spec."""
-    from transformers import Glm4MoeConfig, Qwen3MoeConfig
+    from transformers import Qwen3MoeConfig
 
-    common: dict[str, Any] = {
-        "vocab_size": len(vocabulary()),
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": 2 * spec.moe_intermediate_size,
-        "moe_intermediate_size": spec.moe_intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
-        "num_experts_per_tok": spec.experts_per_token,
-        "norm_topk_prob": True,
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-    if spec.architecture == "qwen3_moe":
-        return Qwen3MoeConfig(num_experts=spec.num_experts, rope_parameters=rope, **common)
-    return Glm4MoeConfig(
-        n_routed_experts=spec.num_experts,
-        n_shared_experts=1,
-        n_group=GROUPS,
-        topk_group=GROUPS_PER_TOKEN,
-        first_k_dense_replace=DENSE_LAYERS,
-        routed_scaling_factor=1.0,
-        use_qk_norm=True,
-        num_mtp_layers=0,
-        rope_parameters={**rope, "partial_rotary_factor": 0.5},
-        **common,
+    return Qwen3MoeConfig(
+        vocab_size=len(vocabulary()),
+        hidden_size=spec.hidden_size,
+        intermediate_size=2 * spec.moe_intermediate_size,
+        moe_intermediate_size=spec.moe_intermediate_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        num_experts=spec.num_experts,
+        num_experts_per_tok=spec.experts_per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
 
 
@@ -170,19 +154,16 @@ def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
 
     def on_gate(layer: int) -> Callable[[Any, tuple[Tensor]], None]:
         def calibrate(gate: Any, args: tuple[Tensor]) -> None:
-            score_bias = _draw_score_bias(gate, spec, generator)
             hidden = args[0].reshape(-1, spec.hidden_size)
-            rows = calibrate_gate(hidden, token_domain, layer, score_bias, spec, generator)
+            rows = calibrate_gate(hidden, token_domain, layer, spec, generator)
             _store(gate.weight, rows)
 
         return calibrate
 
     with ExitStack() as hooks:
-        for decoder in model.model.layers:
-            query = decoder.self_attn.q_proj
+        for layer, decoder in enumerate(model.model.layers):
+            query, gate = decoder.self_attn.q_proj, decoder.mlp.gate
             hooks.callback(query.register_forward_pre_hook(on_query).remove)
-        for layer in spec.moe_layers:
-            gate = model.model.layers[layer].mlp.gate
             hooks.callback(gate.register_forward_pre_hook(on_gate(layer)).remove)
         hidden = model.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
     _store(model.lm_head.weight, _head_rows(hidden, token_domain, spec, generator))
@@ -198,15 +179,6 @@ def _calibration_batch() -> tuple[Tensor, Tensor]:
     ]
     per_domain = CALIBRATION_TEXTS * CALIBRATION_LENGTH
     return torch.tensor(texts), torch.arange(len(DOMAINS)).repeat_interleave(per_domain)
-
-
-def _draw_score_bias(gate: Any, spec: ModelSpec, generator: torch.Generator) -> Tensor | None:
-    """Fill GLM's correction bias (E,); None for routers without one."""
-    if spec.architecture == "qwen3_moe":
-        return None
-    bias: Tensor = gate.e_score_correction_bias
-    _store(bias, SCORE_BIAS_STD * torch.randn(bias.shape, generator=generator))
-    return bias
 
 
 def _head_rows(

@@ -18,8 +18,6 @@ from torch import Tensor
 from ultraep_lab.demo.text import SPECIAL_TOKENS, save_tokenizer
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["RecordedSpec", "make_recorded_model", "recorded_text"]
-
 _FIRST = len(SPECIAL_TOKENS)  # id of recorded token 0
 _LEAST, _MOST = 1.0, 2.0  # of a code; six values between them stay apart in bfloat16
 _GATE = 4.0  # what routers multiply a code by

@@ -10,8 +10,6 @@ from rich.text import Text
 
 from ultraep_lab.bench.greedy_tokens import ROUNDING
 
-__all__ = ["demo_report", "demo_view"]
-
 BAR_CELLS = 14  # length of the longest bar; all fits a terminal of 80 characters
 BARS = {  # by the names of the benchmark: label and colour
     "off": ("off", "red"),

@@ -14,18 +14,6 @@ from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError
 
-__all__ = [
-    "DOMAINS",
-    "SPECIAL_TOKENS",
-    "WORDS_PER_DOMAIN",
-    "WORDS_SHARED",
-    "calibration_words",
-    "domain_words",
-    "sample_text",
-    "save_tokenizer",
-    "vocabulary",
-]
-
 DOMAINS = ("law", "code")
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3
 WORDS_PER_DOMAIN = 512
