@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
-from ultraep_serve.system.terminal import printable
 from ultraep_serve.system.versions import installed_engines
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
@@ -83,6 +82,16 @@ def _drop_output() -> None:
         _flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def printable(value: Any) -> Any:
+    """``value`` of JSON, or an error's text, with what a terminal would obey written as escapes."""
+    if isinstance(value, str):
+        parts = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in value)
+        return "".join(parts)
+    if isinstance(value, dict):
+        return {printable(name): printable(part) for name, part in value.items()}
+    return [printable(part) for part in value] if isinstance(value, list) else value
 
 
 def execute(words: list[str]) -> int:

@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ultraep_serve.cli import printable
 from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
-from ultraep_serve.system.terminal import printable
 
 _REFRESH_SECONDS = 1.0
 _BAR_CELLS = 24

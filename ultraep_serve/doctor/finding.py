@@ -25,14 +25,13 @@ class Subject:
     config: BalanceConfig = field(default_factory=BalanceConfig)
     ranks: RankCount = _TWO_RANKS
     model: str | None = None  # a directory that holds the checkpoint to be balanced
-    micro_batches: int = 1  # that overlap, each with slots of its own
     port: int | None = None  # of the engine's server
     refusal: str | None = None  # what the launcher says of the command; None: none was given
 
     @property
     def slots_here(self) -> int:
         """Replica slots of all ranks on this host."""
-        return self.config.slots * self.micro_batches * self.ranks.here
+        return self.config.slots * self.ranks.micro_batches * self.ranks.here
 
 
 @dataclass(frozen=True)

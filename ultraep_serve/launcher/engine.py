@@ -43,6 +43,7 @@ class RankCount(NamedTuple):
     here: int  # ranks on this host
     stages: int  # pipeline stages, which have equally many ranks
     in_stage_here: int  # ranks of one stage on this host
+    micro_batches: int = 1  # that may overlap, each with slots of its own
 
     @property
     def in_stage(self) -> int:

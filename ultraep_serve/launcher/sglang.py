@@ -92,11 +92,6 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
     return rank_count(parsed.tp_size, parsed.nnodes)
 
 
-def count_micro_batches(parsed: argparse.Namespace) -> int:
-    """How many may overlap: with balancing, one."""
-    return 1
-
-
 def wrong_sizes(settings: Any) -> str | None:
     """Why there is nothing to balance, in flags and in SGLang's settings alike.
 

@@ -123,13 +123,10 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
     elif parsed.data_parallel_size_local is not None:
         here = size * parsed.data_parallel_size_local
     found = rank_count(tensor, parsed.nnodes, stages, replicas, here)
+    overlapping = 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)  # ``num_ubatches``
     is_part = found.here < size  # of a replica, whose stages are on other hosts
-    return found._replace(in_stage_here=min(tensor, found.here)) if is_part else found
-
-
-def count_micro_batches(parsed: argparse.Namespace) -> int:
-    """How many may overlap, each with slots of its own: vLLM's ``num_ubatches``."""
-    return 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)
+    in_stage_here = min(tensor, found.here) if is_part else found.in_stage_here
+    return found._replace(in_stage_here=in_stage_here, micro_batches=overlapping)
 
 
 def wrong_ranks(num_ranks: int, expert_parallel: bool) -> str | None:

@@ -20,8 +20,8 @@ from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
+from ultraep_serve.system.files import read_token
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
 from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
