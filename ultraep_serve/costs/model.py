@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ultraep_kernels.contract import MIN_FAN_OUT_SAVED
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_text
@@ -204,13 +203,8 @@ def fewest_assignments(
     return fewest if largest is None else min(fewest, largest)
 
 
-def least_saved(costs: IntegerCosts | None) -> int:
-    """How many experts relays must spare the busiest link, to save more than a hop takes.
-
-    This is the published rule's number where no ``costs`` are known.
-    """
-    if costs is None:
-        return MIN_FAN_OUT_SAVED
+def least_saved(costs: IntegerCosts) -> int:
+    """How many experts relays must spare the busiest link, to save more than a hop takes."""
     if costs.per_expert_sent == 0:
         return _MOST_SAVED
     return min(costs.per_relay_hop // costs.per_expert_sent + 1, _MOST_SAVED)

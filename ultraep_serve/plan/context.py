@@ -52,15 +52,6 @@ class PlanContext:
         size = shape.num_ranks if domain_size is None else domain_size
         return cls(shape, size, full_speeds(shape.num_ranks) if speeds is None else speeds)
 
-    def equally_fast(self) -> "PlanContext":
-        """The same sizes and domains, as if all ranks were equally fast."""
-        return PlanContext.of(self.shape, self.domain_size)
-
-    @property
-    def is_equally_fast(self) -> bool:
-        """Whether all ranks have the same speed."""
-        return bool((self.speeds == self.speeds[0]).all())
-
     @property
     def domains(self) -> list[slice]:
         """The ranks of each domain; the last may be smaller."""

@@ -16,9 +16,9 @@ domain.
 import numpy as np
 
 from ultraep_lab.comparators.placement import Counts, Placement, of_quota
+from ultraep_lab.imbalance import imbalance
+from ultraep_serve.plan.checks import master_copies
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import master_copies
-from ultraep_serve.types import imbalance
 
 __all__ = ["place_llep"]
 

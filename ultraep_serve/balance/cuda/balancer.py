@@ -6,7 +6,6 @@ from copies of the outcome that are done by then (``pages``).
 """
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from ultraep_kernels.device.plan import DevicePlan, Gate, new_states
@@ -30,9 +29,6 @@ from ultraep_serve.plan.residents import prices_of
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Stage
-
-if TYPE_CHECKING:
-    from ultraep_serve.config import BalanceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +75,7 @@ class DeviceBalancer(LayerBalancer):
         fabric: DeviceFabric,
         policies: ControlPage | None,
         recorder: Recorder,
-        costs: IntegerCosts | None = None,
+        costs: IntegerCosts,
         samples: LayerSamples | None = None,
     ) -> None:
         """Take what ``HostBalancer`` takes."""
@@ -90,7 +86,8 @@ class DeviceBalancer(LayerBalancer):
         expert_bytes = [layer.bytes_per_expert for layer in layers]
         self._records = Records(setup, expert_bytes, recorder, own_time)
         self._choice, self._expected = OwnChoice(policies, own_time, device), Expectations()
-        gate, numbers = _gate_of(setup.config, costs), range(shape.num_micro_batches)
+        most, numbers = round(setup.config.max_imbalance * 10**6), range(shape.num_micro_batches)
+        gate = Gate(most, costs.per_assignment, costs.per_expert_read, costs.per_expert_sent)
         given = setup, fabric, self._choice.on_device, gate, least_saved(costs)
         prices = prices_of(costs, shape)
         self._parts = [MicroBatch(number, *given, prices) for number in numbers]
@@ -258,11 +255,3 @@ class DeviceBalancer(LayerBalancer):
                 layers, tokens = [row.layer for row in page.rows], [row.tokens for row in page.rows]
                 times = self._batches.stage_times(page), [row.experts_ns for row in page.rows]
                 self._records.write(page.number, layers, tokens, page.outcome, *times)
-
-
-def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
-    max_imbalance = round(config.max_imbalance * 10**6)
-    if costs is None:
-        return Gate(max_imbalance)
-    prices = costs.per_assignment, costs.per_expert_read, costs.per_expert_sent
-    return Gate(max_imbalance, *prices)

@@ -18,7 +18,7 @@ from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
+from ultraep_serve.plan.quota import plan_quota, warm_up
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
@@ -72,7 +72,7 @@ class HostBackend(Backend):
         shape = self.setup.shape
         warm_up(shape)
         loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
-        plan = identity_plan(loads, shape, source_rank=0)
+        plan = plan_quota(loads, self.setup.context, source_rank=0)
         parents = relay_parents(plan.slot_expert, shape.num_masters, "always")  # compiled then
         self.fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
         for dtype in (torch.int32, torch.int64):  # routers give either

@@ -79,13 +79,13 @@ class HostBalancer(LayerBalancer):
         fabric: HostFabric,
         policies: ControlPage | None,
         recorder: Recorder,
-        costs: IntegerCosts | None = None,
+        costs: IntegerCosts,
         samples: LayerSamples | None = None,
     ) -> None:
         """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
 
-        ``costs``, the same on every rank, decide when moving weights pays; without them it
-        always does. ``samples`` check some of the layers, on every rank or on none.
+        ``costs``, the same on every rank, decide when moving weights pays. ``samples`` check some
+        of the layers, on every rank or on none.
         """
         self._config, self._view = setup.config, setup.view
         shape = setup.shape
@@ -266,8 +266,6 @@ class HostBalancer(LayerBalancer):
 
     def _pays(self, before: int, after: int, transfer: Transfer) -> bool:
         """Whether moving weights saves time: the busiest rank's is ``before`` or ``after``."""
-        if self._costs is None:
-            return after < before
         return saved_picoseconds(before, after, self._context.shape, transfer, self._costs) > 0
 
     def _replicate(self, layer: int, plan: Plan | None) -> int:

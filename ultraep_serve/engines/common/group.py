@@ -40,7 +40,6 @@ from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.proof.samples import Sampled
-from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
@@ -110,7 +109,7 @@ class BalancedLayers:
             stages_of, make_samples = _proof_of(backend)
             self.self_check = self._check_itself(stages_of, backend)
             undo.pop_all()
-        if reason := why_never_balanced(self._setup, self._costs, layers.largest_batch):
+        if reason := self._setup.why_never_balanced(self._costs, layers.largest_batch):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)
