@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -57,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         serve(run_dir, settings, control_token(run_dir))
         return 0
     _stand_apart()
-    threading.Thread(target=_fall_silent_with, args=(parent,), daemon=True).start()
+    _when_ended(parent, logging.disable)  # the engine's last line is the reason of its end
     try:
         serve(run_dir, settings, control_token(run_dir), parent)
     except ConfigError:
@@ -65,12 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
     remove_when_left(run_dir, _LEAVE_SECONDS)
     return 0
-
-
-def _fall_silent_with(parent: int) -> None:
-    """Log nothing after the process ``parent``: the engine's last line is the reason of its end."""
-    _wait_for(parent)
-    logging.disable()
 
 
 def _stand_apart() -> None:
@@ -104,14 +100,16 @@ def serve(
             f"{host = } is reachable from other hosts; set a control token, or bind 127.0.0.1"
         )
     with _listen(host, port) as listener:
-        _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
+        url = f"http://{address_of(host, listener.getsockname()[1])}"
+        control = "with a token" if token else "closed"
+        _LOGGER.info("sidecar on %s over %s, control %s", url, run_dir, control)
         names = (host, *settings.allowed_hosts.split(","))
         limits = server_settings(create_app(run_dir, token, names))
         config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)
         if parent is not None:
-            threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
+            _when_ended(parent, partial(setattr, server, "should_exit", True))
         server.run(sockets=[listener])
 
 
@@ -125,28 +123,15 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
-def _wait_for(process: int) -> None:
-    """Return when ``process`` has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(process)], [], [])
+def _when_ended(process: int, action: Callable[[], object]) -> None:
+    """Have a thread do ``action`` when ``process`` has ended."""
 
+    def wait() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(process)], [], [])
+        action()
 
-def _end_with(parent: int, server: uvicorn.Server) -> None:
-    """Stop serving when the process ``parent`` has ended."""
-    _wait_for(parent)
-    server.should_exit = True
-
-
-def _log_start(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:
-    url = f"http://{address_of(host, port)}"
-    fields = {"event": "start", "url": url, "run_dir": str(run_dir), "control_open": control_open}
-    _LOGGER.info(
-        "sidecar on %s over %s, control %s",
-        url,
-        run_dir,
-        "with a token" if control_open else "closed",
-        extra={"fields": fields},
-    )
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def is_loopback(host: str) -> bool:

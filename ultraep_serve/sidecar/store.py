@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError, RingError
@@ -117,17 +116,6 @@ class Run:
         if self.unbalanced or self.readable is None:
             raise NoRunError(self)
         return self.readable
-
-
-class _Control(NamedTuple):
-    """The contents of the control page."""
-
-    policy: Policy | None = None  # None: there is no page
-    in_doubt: bool | None = None  # whether a failed sample has switched the policy off
-    allows_ideal: bool = False  # as in ``Run``
-
-
-_NO_PAGE = _Control()
 
 
 class RingFollower:
@@ -246,25 +234,24 @@ class RunStore:
 
     def _first_layer(self, header: RingHeader) -> int:
         """How many layers the pipeline stages before that of ``header`` have."""
-        known = [ring.header for ring in self._rings.values() if ring.header is not None]
-        before = {
-            other.pipeline_stage: other.num_layers
-            for other in known
-            if other.pipeline_stage < header.pipeline_stage
+        stages = {
+            ring.header.pipeline_stage: ring.header.num_layers
+            for ring in self._rings.values()
+            if ring.header is not None
         }
-        return sum(before.values())
+        return sum(layers for stage, layers in stages.items() if stage < header.pipeline_stage)
 
     def _read(self) -> Run:
         """The rings as they were just polled, and the other files."""
         now_ns, unbalanced = time.monotonic_ns(), self._files.unbalanced()
         primary = self._primary(now_ns)
         has_page = not primary or primary[0].location.host.start == 0
-        control = self._control() if has_page else _NO_PAGE
+        policy, in_doubt, allows_ideal = self._control() if has_page else (None, None, False)
         if not primary:
             problems = {str(n): ring.error for n, ring in sorted(self._rings.items())}
             problems = problems or {"run": _NO_RING}
-            return Run(problems, control.policy, control.allows_ideal, unbalanced)
-        header = _of_all_stages(primary, control.policy)
+            return Run(problems, policy, allows_ideal, unbalanced)
+        header = _of_all_stages(primary, policy)
         views = self._views(header, now_ns)
         headers = [view.header for view in views if view.header]
         held = Held(
@@ -272,13 +259,13 @@ class RunStore:
             ranks=views,
             stages={one.pipeline_stage: self._rows(one) for one in primary},
             totals=self._totals,
-            switched_off=switched_off(headers, header.policy, control.in_doubt),
+            switched_off=switched_off(headers, header.policy, in_doubt),
             costs=self._files.costs(),
         )
         problems = {str(view.state.rank): view.problem for view in views if view.problem}
-        if has_page and control.policy is None:
+        if has_page and policy is None:
             problems["run"] = "its control page was deleted or damaged; restart the engine"
-        return Run(problems, header.policy, control.allows_ideal, unbalanced, held)
+        return Run(problems, header.policy, allows_ideal, unbalanced, held)
 
     def _primary(self, now_ns: int) -> list[RingHeader]:
         """Of each stage the header whose counters of batches are shown.
@@ -305,12 +292,13 @@ class RunStore:
         rings = [self._rings.get(n) or RingFollower(self._files.ring(n), n) for n in numbers]
         return [ring.view(now_ns, size) for ring in rings]
 
-    def _control(self) -> _Control:
+    def _control(self) -> tuple[Policy | None, bool | None, bool]:
+        """The policy, whether a failed sample has switched it off, and whether ideal is allowed."""
         try:
             with ControlPage.open(self._run_dir) as page:
-                return _Control(page.policy, page.is_in_doubt, page.allows_ideal)
-        except ControlError:
-            return _NO_PAGE  # also an engine without balancing has none
+                return page.policy, page.is_in_doubt, page.allows_ideal
+        except ControlError:  # also an engine without balancing has none
+            return None, None, False
 
 
 def _of_all_stages(headers: Sequence[RingHeader], policy: Policy | None) -> RingHeader:
