@@ -195,7 +195,7 @@ _FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error says
     "doubled assignment": (counting(lambda load: load * 2), _KERNELS + _COUNTED),
     "lost id": (routing(lambda _, ids: ids.view(-1)[:1].fill_(-1)), _KERNELS + _WENT),
     "quota off by one": (routing(one_more), _KERNELS + _PLANNED),
-    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slot 0 of layer 0 has other bytes"),
+    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slots of layer 0 have other bytes"),
     "stale scale": (replicating(stale_scale), f"{_COPIES} 2"),
     "never copied": (replicating(never_copied), _COPIES),
     "another layer": (replicating(other_layer), _COPIES),

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from ultraep_kernels.device.stream import Programs
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, LayerSamples
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.balance.memory import Driver
@@ -86,7 +87,7 @@ class DeviceBackend(Backend):
         policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
-        samples: LayerSamples | None = None,
+        samples: Any = None,
     ) -> DeviceBalancer:
         integers = costs.integer_costs()
         balancer = DeviceBalancer(

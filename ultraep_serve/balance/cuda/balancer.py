@@ -6,9 +6,10 @@ from copies of the outcome that are done by then (``pages``).
 """
 
 import logging
+from typing import Any
 
 import torch
-from ultraep_kernels.device.plan import DevicePlan, Gate, new_states
+from ultraep_kernels.device.plan import Gate, new_states
 
 from ultraep_serve.balance.backend import (
     GroupSetup,
@@ -31,25 +32,6 @@ from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Stage
 
 logger = logging.getLogger(__name__)
-
-
-class LayerSamples:
-    """What checks layers while they serve: none of them here, some in ``proof.device``."""
-
-    def routed(
-        self,
-        layer: int,
-        topk_ids: torch.Tensor,
-        physical: torch.Tensor,
-        plan: DevicePlan,
-        micro_batch: int,
-        begins: bool,
-    ) -> None:
-        """Take note of a layer in which ranks have exchanged, the first of its batch or not."""
-
-    def computed(self, micro_batch: int) -> bool:
-        """Check the layer that was launched; whether a rank is known to have found a mistake."""
-        return False
 
 
 class DeviceBalancer(LayerBalancer):
@@ -76,11 +58,11 @@ class DeviceBalancer(LayerBalancer):
         policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts,
-        samples: LayerSamples | None = None,
+        samples: Any = None,
     ) -> None:
-        """Take what ``HostBalancer`` takes."""
+        """Take what ``HostBalancer`` takes; ``samples`` are of ``proof.device``."""
         self._setup, self._fabric, self._recorder = setup, fabric, recorder
-        self._samples = samples or LayerSamples()
+        self._samples = samples
         shape, device = setup.shape, fabric.status.device
         own_time = OwnTime(costs, shape.num_masters)
         expert_bytes = [layer.bytes_per_expert for layer in layers]
@@ -133,7 +115,7 @@ class DeviceBalancer(LayerBalancer):
         self._fabric.gather(part.count.row, part.rows)
         row.lap(Stage.EXCHANGE)
         self._plan(part, layer, ids, physical)
-        if page is not self._captured:
+        if self._samples is not None and page is not self._captured:
             found = part.plan.found
             self._samples.routed(layer, topk_ids, physical, found, micro_batch, begins)
         return physical
@@ -180,7 +162,7 @@ class DeviceBalancer(LayerBalancer):
             is_last = self._expected.rests or row.layer == len(self._chunks) - 1
             if is_last and all(other.row is None for other in self._parts):
                 self._batches.send(page)
-            if self._samples.computed(micro_batch):
+            if self._samples is not None and self._samples.computed(micro_batch):
                 self._choice.forget()
         if self._batches.unread and not self._is_captured:
             self._record_what_is_done()

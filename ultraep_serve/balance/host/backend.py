@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.balancer import HostBalancer, LayerSamples
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.slots import SlotPool
@@ -60,7 +61,7 @@ class HostBackend(Backend):
         policies: ControlPage | None,
         recorder: Recorder,
         costs: CostModel,
-        samples: LayerSamples | None = None,
+        samples: Any = None,
     ) -> HostBalancer:
         integers = costs.integer_costs()
         return HostBalancer(

@@ -8,6 +8,7 @@ combine run on unchanged.
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,30 +46,6 @@ _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a fres
 _MILLION = 10**6
 
 
-class LayerSamples:
-    """What checks layers while they serve: none of them here, some in ``proof.host``."""
-
-    is_in_doubt = False  # something was found that the other ranks do not know yet
-
-    def agree(
-        self, layer: int, decision: Decision, plan: Plan | None, loads: NDArray[np.int64]
-    ) -> bool:
-        """Whether all ranks have the same, right plan; called before anything moves."""
-        return True
-
-    def check_routed(
-        self, topk_ids: torch.Tensor, physical: torch.Tensor, load: NDArray[np.int64]
-    ) -> None:
-        """Check the layer that the engine is about to compute."""
-
-    def check_computed(self) -> None:
-        """Check the layer that the engine has computed."""
-
-    def cannot_reroute(self, layer: int, error: ValueError) -> None:
-        """The layer's plan has fewer places than this rank's tokens; they stay where it returns."""
-        raise error
-
-
 class HostBalancer(LayerBalancer):
     """Balances the MoE layers of one rank, whose experts are in host memory."""
 
@@ -80,12 +57,12 @@ class HostBalancer(LayerBalancer):
         policies: ControlPage | None,
         recorder: Recorder,
         costs: IntegerCosts,
-        samples: LayerSamples | None = None,
+        samples: Any = None,
     ) -> None:
         """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
 
-        ``costs``, the same on every rank, decide when moving weights pays. ``samples`` check some
-        of the layers, on every rank or on none.
+        ``costs``, the same on every rank, decide when moving weights pays. ``samples``, of
+        ``proof.host``, check some of the layers, on every rank or on none.
         """
         self._config, self._view = setup.config, setup.view
         shape = setup.shape
@@ -95,7 +72,7 @@ class HostBalancer(LayerBalancer):
         self._fabric = fabric
         self._policies = policies
         self._recorder = recorder
-        self._costs, self._samples = costs, samples or LayerSamples()
+        self._costs, self._samples = costs, samples
         self._own_time = OwnTime(costs, shape.num_masters)
         self._measures = setup.speeds is None
         expert_bytes = [layer.bytes_per_expert for layer in layers]
@@ -143,7 +120,7 @@ class HostBalancer(LayerBalancer):
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
         decision, plan = self._plan(layer, loads, inconsistent)
         watch.lap(Stage.PLAN)
-        if not self._samples.agree(layer, decision, plan, loads):
+        if self._samples is not None and not self._samples.agree(layer, decision, plan, loads):
             decision, plan = Decision.INCONSISTENT, None
         watch.leave_out()
         sent = self._replicate(layer, plan)
@@ -164,8 +141,9 @@ class HostBalancer(LayerBalancer):
             if routed.plan is not None:
                 self._fabric.wait_slots(self._layers[routed.layer], routed.plan.copied)
             routed.watch.lap(Stage.WAIT)
-            self._samples.check_routed(*routed.ids)
-            routed.watch.leave_out()
+            if self._samples is not None:
+                self._samples.check_routed(*routed.ids)
+                routed.watch.leave_out()
             routed.experts_ns = -time.perf_counter_ns()
 
     def experts_done(self, micro_batch: int = 0) -> None:
@@ -181,7 +159,8 @@ class HostBalancer(LayerBalancer):
         routed.watch.lap(Stage.COMPUTE)
         self._computed.append(routed)
         self._recorder.progress += 1
-        self._samples.check_computed()
+        if self._samples is not None:
+            self._samples.check_computed()
         if routed.layer == len(self._layers) - 1:
             self._record_batch()
 
@@ -206,7 +185,7 @@ class HostBalancer(LayerBalancer):
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
-        doubt = self._samples.is_in_doubt
+        doubt = self._samples is not None and self._samples.is_in_doubt
         rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, doubt))
         if self._batch_policy is None:  # what holds for the batch is settled in its first layer
             self._batch_policy = list(Policy)[int(rows[0, POLICY])]
@@ -228,7 +207,8 @@ class HostBalancer(LayerBalancer):
         self._batch_policy = Policy.OFF
         for residents in self._residents:
             residents.forget()
-        self._samples.is_in_doubt = False
+        if self._samples is not None:
+            self._samples.is_in_doubt = False
         if self._policies is not None:
             try:
                 self._policies.switch_off_in_doubt()
@@ -297,10 +277,10 @@ class HostBalancer(LayerBalancer):
         masters = self._context.shape.num_masters
         try:
             return reroute(topk_ids, plan.share, plan.slot_expert, masters)
-        except ValueError as error:
-            if self._view is TokenView.SHARED:
+        except ValueError:
+            if self._samples is None or self._view is TokenView.SHARED:
                 raise  # others may do something else with the same tokens
-            self._samples.cannot_reroute(layer, error)
+            self._samples.cannot_reroute(layer)
             return self.identity(topk_ids)
 
     def _record_batch(self) -> None:
