@@ -12,18 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import (
-    AVERAGE_SHIFT,
-    FORGET,
-    LATER_BATCHES,
-    MOST_NEW_COPIES,
-    PROGRESS_SHIFT,
-    SOON_BATCHES,
-    SPLIT_SWEEPS,
-    STEP_SWEEPS,
-    TURN,
-    Prices,
-)
+from ultraep_kernels import contract
+from ultraep_kernels.contract import Prices
 from ultraep_kernels.device._plan_attempt import NOBODY, at, relax
 from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
 from ultraep_kernels.device._plan_times import FULL, busiest, least_time
@@ -35,11 +25,11 @@ from ultraep_kernels.device.status import PLANNED, UNPROFITABLE
 # changed, the layer's number; then the slots (S, R), and the average load (E,)
 _BATCHES, _CHANGES, _LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RESIDENTS = tl.constexpr(3)
-_FORGET, _SHIFT, _TURN = tl.constexpr(FORGET), tl.constexpr(AVERAGE_SHIFT), tl.constexpr(TURN)
-_SOON, _LATER = tl.constexpr(SOON_BATCHES), tl.constexpr(LATER_BATCHES)
-_SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(SPLIT_SWEEPS), tl.constexpr(STEP_SWEEPS)
-_STEPS = tl.constexpr(MOST_NEW_COPIES)
-_PROGRESS = tl.constexpr(PROGRESS_SHIFT)
+_FORGET, _TURN = tl.constexpr(contract.FORGET), tl.constexpr(contract.TURN)
+_SHIFT = tl.constexpr(contract.AVERAGE_SHIFT)
+_SOON, _LATER = tl.constexpr(contract.SOON_BATCHES), tl.constexpr(contract.LATER_BATCHES)
+_SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(contract.SPLIT_SWEEPS), tl.constexpr(contract.STEP_SWEEPS)
+_STEPS = tl.constexpr(contract.MOST_NEW_COPIES)
 _AT_ONCE = tl.constexpr(128)  # experts, or slots
 _FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
@@ -334,21 +324,13 @@ def _split(
 
 @triton.jit
 def _level(number, rank_load, speeds, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
-    return relax(
-        speeds,
-        rank_load,
-        kept.loads + number * SIZES.num_ranks,
-        kept.left + number * (SIZES.num_ranks * SIZES.num_masters),
-        kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots),
-        tl.full((), SIZES.num_ranks, tl.int32),
-        goal,
-        goal >> _PROGRESS,
-        SWEEPS,
-        SIZES.num_slots,
-        SIZES.num_ranks,
-        SIZES.num_masters,
-        SIZES.block_all_ranks,
-    )
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    BLOCK: tl.constexpr = SIZES.block_all_ranks
+    left_ptr = kept.left + number * (NUM_RANKS * SIZES.num_masters)
+    placed_ptr = kept.placed + number * (2 * NUM_RANKS * SIZES.num_slots)
+    split = kept.loads + number * NUM_RANKS, left_ptr, placed_ptr
+    num_ranks = tl.full((), NUM_RANKS, tl.int32)
+    return relax(speeds, rank_load, split, num_ranks, goal, SWEEPS, NUM_RANKS, BLOCK, SIZES)
 
 
 @triton.jit

@@ -102,20 +102,12 @@ def _attempt(
         if (time > goal) & (number < LIMIT):
             tl.store(pair_ptr, held, mask=exists)
             tl.debug_barrier()
+            split = attempts.loads + index * SIZES.domain_size, left_ptr, placed_ptr
+            SWEEPS: tl.constexpr = SIZES.search.sweeps
+            ROOM: tl.constexpr = SIZES.domain_size
+            BLOCK: tl.constexpr = SIZES.block_ranks
             rank_load = relax(
-                speeds,
-                rank_load,
-                attempts.loads + index * SIZES.domain_size,
-                left_ptr,
-                placed_ptr,
-                num_ranks,
-                goal * 0,  # as far as it gets
-                goal * 0,
-                SIZES.search.sweeps,
-                SIZES.num_slots,
-                SIZES.domain_size,
-                NUM_MASTERS,
-                SIZES.block_ranks,
+                speeds, rank_load, split, num_ranks, goal * 0, SWEEPS, ROOM, BLOCK, SIZES
             )
             time = busiest(rank_load, speeds)
             held = tl.where(tl.load(pair_ptr + 1, mask=exists, other=0) == 0, -1, held)

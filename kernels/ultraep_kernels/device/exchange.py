@@ -17,24 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import (
-    CHECKSUM,
-    FLAG_BYTES,
-    FORGET,
-    HEADER_WIDTH,
-    POLICY,
-    TIME,
-    UNKNOWN,
-)
+from ultraep_kernels import contract
 from ultraep_kernels.device._signals import peek, post, wait
 from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
-_FLAG_BYTES = tl.constexpr(FLAG_BYTES)
-_HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
-_POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
-_CHECKSUM = tl.constexpr(CHECKSUM)
-_TIME, _FORGET = tl.constexpr(TIME), tl.constexpr(FORGET)
+_FLAG_BYTES = tl.constexpr(contract.FLAG_BYTES)
+_HEADER_WIDTH = tl.constexpr(contract.HEADER_WIDTH)
+_POLICY, _UNKNOWN = tl.constexpr(contract.POLICY), tl.constexpr(contract.UNKNOWN)
+_CHECKSUM = tl.constexpr(contract.CHECKSUM)
+_TIME, _FORGET = tl.constexpr(contract.TIME), tl.constexpr(contract.FORGET)
 
 
 class Inboxes(NamedTuple):
@@ -105,7 +97,7 @@ def _exchange_kernel(row_ptr, inboxes, out_ptr, patience_ns: tl.int64, SIZES: tl
 
 def inbox_bytes(num_ranks: int, width: int) -> int:
     """Size of a rank's inbox: R flags and twice R rows of ``width`` int32. Zero at first."""
-    return num_ranks * (FLAG_BYTES + 2 * width * 4)
+    return num_ranks * (contract.FLAG_BYTES + 2 * width * 4)
 
 
 def new_epoch(device: torch.device | str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
+from ultraep_kernels.contract import FULL_SPEED, PROGRESS_SHIFT, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
 Counts = NDArray[np.int64]
@@ -242,7 +242,7 @@ def _attempt(
 @compiled
 def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
     """Level an attempt's copies; never raises the busiest rank's time. Idle copies go."""
-    level(sweeps, int(False), int(False), speeds, made)
+    level(sweeps, int(False), speeds, made)
     for rank in range(made.slots.shape[0]):
         for slot in range(made.slots.shape[1]):
             if made.quotas[rank, slot] == 0:
@@ -250,16 +250,16 @@ def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
 
 
 @compiled
-def level(sweeps: int, goal: int, least: int, speeds: Counts, made: Placement) -> None:
+def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
     """Level each copy's rank with its master's in turn; never raises the longer of their times.
 
     Ends before all ``sweeps`` where the busiest rank is at the ``goal``, a time, and after one
-    that lowered its time by less than ``least``.
+    that lowered its time by little of that.
     """
     rank_load, left, slots, quotas = made
     num_masters = left.size // rank_load.size
     time = busiest_time(rank_load, speeds)
-    gained = least
+    gained = least = goal >> PROGRESS_SHIFT
     for _ in range(sweeps):
         if time <= goal or gained < least:
             return

@@ -14,16 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import (
-    CHECKSUM,
-    DOUBT,
-    FORGET,
-    HEADER_WIDTH,
-    POLICY,
-    TIME,
-    UNKNOWN,
-    Choice,
-)
+from ultraep_kernels import contract
+from ultraep_kernels.contract import Choice
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
@@ -39,10 +31,10 @@ def write_row(
 
     ``unknown`` ids could not be counted; ``doubt`` is this rank's, see ``contract``.
     """
-    header = [0] * HEADER_WIDTH
-    header[POLICY], header[TIME], header[FORGET] = choice
-    header[UNKNOWN], header[CHECKSUM] = unknown, zlib.crc32(load.data)
-    header[DOUBT] = doubt
+    header = [0] * contract.HEADER_WIDTH
+    header[contract.POLICY], header[contract.TIME], header[contract.FORGET] = choice
+    header[contract.UNKNOWN], header[contract.CHECKSUM] = unknown, zlib.crc32(load.data)
+    header[contract.DOUBT] = doubt
     row = np.array(header, dtype=np.int64)
     return np.concatenate((row, load)) if has_load else row
 
@@ -52,9 +44,9 @@ def contradictions(rows: Any) -> tuple[bool, bool, bool]:
     """Of all ranks' ``rows`` (R, W): has one a doubt, or unknown ids, and do checksums differ."""
     doubt = unknown = differ = False
     for rank in range(rows.shape[0]):
-        doubt |= rows[rank, DOUBT] != 0
-        unknown |= rows[rank, UNKNOWN] != 0
-        differ |= rows[rank, CHECKSUM] != rows[0, CHECKSUM]
+        doubt |= rows[rank, contract.DOUBT] != 0
+        unknown |= rows[rank, contract.UNKNOWN] != 0
+        differ |= rows[rank, contract.CHECKSUM] != rows[0, contract.CHECKSUM]
     return doubt, unknown, differ
 
 

@@ -18,13 +18,7 @@ from sglang.srt.utils import is_cpu
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
-from ultraep_serve.engines.sglang.checks import (
-    check_checkpoint,
-    check_cpu_execution,
-    check_draft_layer,
-    check_engine,
-    check_settings,
-)
+from ultraep_serve.engines.sglang import checks
 from ultraep_serve.engines.sglang.host import complete_device_module, compute
 from ultraep_serve.engines.sglang.model import (
     balance,
@@ -82,7 +76,7 @@ def install(config: BalanceConfig) -> None:
         return  # SGLang's own expert parallelism works there
     is_primary = first_process() == os.getpid()
     try:
-        told = check_engine(config.on_newer_engine)
+        told = checks.check_engine(config.on_newer_engine)
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
         return
@@ -143,11 +137,11 @@ class _SchedulerHooks:
         returns. AROUND. Remove when SGLang tells plugins that a model is loaded.
         """
         if is_cpu() and runner.server_args.ep_size > 1:
-            check_checkpoint(runner.model_config)
+            checks.check_checkpoint(runner.model_config)
         if self._is_to_balance(runner):
             with self._may_serve_plainly():
                 check_hooked_functions()
-                check_settings(resolving_view(runner.server_args))
+                checks.check_settings(resolving_view(runner.server_args))
                 require_large_batches(self._config, largest_batch())
         original(runner)
         self.loaded(runner)
@@ -173,7 +167,7 @@ class _SchedulerHooks:
             with self._may_serve_plainly():
                 self._balanced, self._flow = balance(self._config, runner.model, self._tokens)
                 return
-        check = check_cpu_execution if is_cpu() else check_draft_layer
+        check = checks.check_cpu_execution if is_cpu() else checks.check_draft_layer
         if is_cpu() or self._balanced is not None:
             for layer in expert_layers(runner.model):
                 check(layer)

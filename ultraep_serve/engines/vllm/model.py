@@ -34,13 +34,7 @@ from ultraep_serve.engines.common.loaded import (
 )
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.common.weights import ExpertWeights
-from ultraep_serve.engines.vllm.checks import (
-    check_device_execution,
-    check_layer,
-    is_primary,
-    largest_batch,
-    without_experts,
-)
+from ultraep_serve.engines.vllm import checks
 from ultraep_serve.engines.vllm.expert_tensors import (
     expert_parameters,
     is_as_in_checkpoint,
@@ -75,12 +69,13 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
         return
     try:
         if not balanced:
-            raise without_experts(vllm_config)
+            raise checks.without_experts(vllm_config)
         layers = [runner.routed_experts for runner in balanced]
         drafts = [runner.routed_experts for runner in runners if runner not in in_model]
         _balance(config, worker, vllm_config, layers, drafts)
     except UnsupportedError as error:
-        refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))
+        is_primary = checks.is_primary(vllm_config)
+        refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
 
 
 def _compute_on_host(config: BalanceConfig, worker: Any, runners: list[MoERunner]) -> None:
@@ -174,9 +169,9 @@ def _described(
     """What can be balanced as it is. Raises UnsupportedError for anything else."""
     require_one_number([layer.global_num_experts for layer in layers])
     for layer in layers:
-        check_layer(layer)
+        checks.check_layer(layer)
         if not current_platform.is_cpu():
-            check_device_execution(layer, config.slots)
+            checks.check_device_execution(layer, config.slots)
     first, parameters = layers[0], [expert_parameters(layer) for layer in layers]
     parallel, moe = vllm_config.parallel_config, first.moe_config
     return LoadedLayers(
@@ -192,7 +187,7 @@ def _described(
         experts_per_token=first.top_k,
         hidden_size=first.hidden_size,
         dtype=moe.in_dtype,
-        largest_batch=largest_batch(vllm_config),
+        largest_batch=checks.largest_batch(vllm_config),
     )
 
 
