@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.expert_tensors import is_as_in_checkpoint
     from ultraep_serve.engines.vllm.kernel import with_slots
     from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
-    from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
+    from ultraep_serve.engines.vllm.stage import BalancedStage, VllmFlow
 
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
@@ -69,8 +69,8 @@ class Wrapped:
         return lambda: self.finalize()
 
 
-def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED) -> Flow:
-    made: Any = Flow(view)
+def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED) -> VllmFlow:
+    made: Any = VllmFlow(view)
     made.balancer = balancer
     return made
 
@@ -280,7 +280,7 @@ def loaded_model(balanced: Any, **options: Any) -> tuple[Loaded, Any]:
     recorded = lambda layer: reload.record_metadata_for_reloading(layer)  # noqa: E731
     layer, config = build(balanced, parallel=parallel, made=recorded, **options)
     weights = ExpertWeights(layer, expert_tensors.expert_parameters(layer))
-    execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    execution = model._Layers(config, VllmFlow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
     with set_current_vllm_config(config):
         execution.give_slots([weights], SHAPE)
     for parameter in weights.parameters:

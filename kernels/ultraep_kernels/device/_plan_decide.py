@@ -49,18 +49,17 @@ def _first_reached(row_ptr, goal, SIZES: tl.constexpr):
     """Whether a domain is at the goal once the first wave is over."""
     numbers = tl.arange(0, SIZES.block_keys)
     keys = tl.load(row_ptr + numbers, mask=numbers < SIZES.search.first, other=NO_KEY)
-    identity = tl.load(row_ptr + SIZES.search.limit + SIZES.search.thrifty)
+    identity = tl.load(row_ptr + SIZES.num_attempts)
     return tl.minimum(tl.min(keys, axis=0), identity) >> 32 <= goal
 
 
 @triton.jit
 def is_reached(attempts, SIZES: tl.constexpr):
     """Whether the first wave reached the goal in every domain, so that no second one is made."""
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     goal = tl.load(attempts.goal)
     reached = goal >= 0
     for domain in range(0, SIZES.num_domains):
-        row_ptr = attempts.keys + domain * (NUM_KEYS + 1)
+        row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
         reached = reached & _first_reached(row_ptr, goal, SIZES)
     return reached
 
@@ -73,7 +72,7 @@ def _winner(row_ptr, goal, SIZES: tl.constexpr):
     THRIFTY: tl.constexpr = SIZES.search.thrifty
     BLOCK_KEYS: tl.constexpr = SIZES.block_keys
     numbers = tl.arange(0, BLOCK_KEYS)
-    identity = tl.load(row_ptr + LIMIT + THRIFTY)
+    identity = tl.load(row_ptr + SIZES.num_attempts)
     both = _first_reached(row_ptr, goal, SIZES) == 0  # the second wave ran as well
     made = tl.where(both, LIMIT, FIRST)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
@@ -127,7 +126,7 @@ def survey(
     GRAIN: tl.constexpr = SIZES.search.grain
     LIMIT: tl.constexpr = SIZES.search.limit  # 0: no attempt is made
     experts = tl.arange(0, SIZES.block_all_experts)
-    is_expert = experts < NUM_RANKS * SIZES.num_masters
+    is_expert = experts < SIZES.num_experts
     expert_load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
@@ -142,7 +141,7 @@ def survey(
     for domain in range(0, SIZES.num_domains):
         is_member = exists & (ranks // SIZES.domain_size == domain)
         worst = tl.max(tl.where(is_member, times, 0), axis=0)
-        tl.store(attempts.keys + (domain + 1) * (LIMIT + SIZES.search.thrifty + 1) - 1, worst << 32)
+        tl.store(attempts.keys + (domain + 1) * (SIZES.num_attempts + 1) - 1, worst << 32)
         least = tl.maximum(least, least_time(rank_load, tl.where(is_member, speeds, 0)))
     tl.store(attempts.goal, least + (least + GRAIN // 2) // GRAIN)
     decision = before * 0 + PLANNED
@@ -183,17 +182,16 @@ def take_best(attempts, SIZES: tl.constexpr):
 
     Returns times before and after, copies sent and received by one rank at most, int32.
     """
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty  # without the identity's
     goal = tl.load(attempts.goal)
     after = goal.to(tl.int32) * 0
     before, sent, received = after, after, after
     for domain in range(0, SIZES.num_domains):
-        row_ptr = attempts.keys + domain * (NUM_KEYS + 1)
+        row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
         winner = _winner(row_ptr, goal, SIZES)
-        worst = (tl.load(row_ptr + NUM_KEYS) >> 32).to(tl.int32)
+        worst = (tl.load(row_ptr + SIZES.num_attempts) >> 32).to(tl.int32)
         before = tl.maximum(before, worst)
         if winner >= 0:
-            index = (domain * NUM_KEYS + winner) * 2
+            index = (domain * SIZES.num_attempts + winner) * 2
             after = tl.maximum(after, tl.load(attempts.reached + index))
             received = tl.maximum(received, tl.load(attempts.reached + index + 1))
             sent = tl.maximum(sent, _sent_of(tl.load(row_ptr + winner)).to(tl.int32))

@@ -23,7 +23,7 @@ def finish(
     given,
     made,  # Attempts; Kept and the layer's state where copies stay, else None
     found,
-    sender,
+    sender,  # the source whose share it is; rank, ``min_saved`` and epoch of the sends
     outcome_ptr,
     SIZES: tl.constexpr,
     RELAYS: tl.constexpr,
@@ -33,9 +33,8 @@ def finish(
         _finish_slots(decision, given, made, found, sender, outcome_ptr, SIZES, RELAYS)
     else:
         if (decision == PLANNED) | SIZES.writes_identity:
-            NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
-            for expert in range(program - 1, NUM_EXPERTS, SIZES.num_finished - 1):
-                _finish_expert(expert, decision, given, made, found, sender.source, SIZES)
+            for expert in range(program - 1, SIZES.num_experts, SIZES.num_finished - 1):
+                _finish_expert(expert, decision, given, made, found, sender[0], SIZES)
 
 
 @triton.jit
@@ -51,6 +50,7 @@ def _finish_slots(
 ):
     """What every slot computes, what is copied into it and by whom, and what the host learns."""
     attempts, kept, state_ptr = made
+    source, rank, min_saved, epoch_ptr = sender
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     places = tl.arange(0, RELAYS.block)
@@ -63,7 +63,7 @@ def _finish_slots(
         winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
         winner = tl.where(decision == PLANNED, winner, -1)
         planned = (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
-        offsets = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
+        offsets = domain * SIZES.num_attempts + winner
         offsets = (offsets.to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
         offsets += holder - domain * DOMAIN_SIZE
         held = tl.load(attempts.placed + offsets * 2, mask=planned, other=-1)
@@ -82,19 +82,19 @@ def _finish_slots(
         held = tl.where(amount > 0, held, -1)
     tl.store(found.slot_expert + places, held, mask=exists)
     if outcome_ptr is not None:
-        own = given.loads.table + sender.source.to(tl.int64) * given.loads.stride
+        own = given.loads.table + source.to(tl.int64) * given.loads.stride
         known = given, attempts, found
         slots = held, amount, copied
         store_outcome(decision, known, own, slots, outcome_ptr, SIZES, RELAYS.block)
     sent = 0
-    HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if sender.epoch is not None else False
+    HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if epoch_ptr is not None else False
     if HAS_SENDS:
         sends = found.sends
         tl.store(sends.decision, decision)
-        tl.store(sends.epoch, tl.load(sender.epoch))
+        tl.store(sends.epoch, tl.load(epoch_ptr))
         if decision == PLANNED:
             tl.debug_barrier()  # slots are read as others of the program wrote them
-            sent = assign_senders(found.copied, sends, sender.rank, sender.min_saved, RELAYS)
+            sent = assign_senders(found.copied, sends, rank, min_saved, RELAYS)
         else:
             tl.store(sends.tasks, 0)
             tl.store(sends.tasks + SIZES.num_ranks * SIZES.all_slots + 1, 0)
@@ -118,7 +118,7 @@ def _finish_expert(expert, decision, given, made, found, source, SIZES: tl.const
         winner = tl.where(decision == PLANNED, tl.load(attempts.winners + domain), -1)
         local = tl.where(winner >= 0, ranks - domain * DOMAIN_SIZE, -1)
         inside = exists & (local >= 0) & (local < DOMAIN_SIZE)
-        start = (domain * (SIZES.search.limit + SIZES.search.thrifty) + winner).to(tl.int64)
+        start = (domain * SIZES.num_attempts + winner).to(tl.int64)
         pair_ptr = attempts.placed + (start * (SIZES.num_slots * DOMAIN_SIZE) + local) * 2
     else:
         inside = ranks < tl.where(decision == PLANNED, NUM_RANKS, 0)

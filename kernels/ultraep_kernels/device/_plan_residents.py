@@ -102,14 +102,13 @@ def forget_what_changed(rows, state_ptr, SIZES: tl.constexpr):
 def split_residents(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """The load over what slots hold: rank_load (R,), are copies wanted, is it the layer's turn."""
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = NUM_RANKS * SIZES.num_masters
     NUM_PLACES: tl.constexpr = NUM_RANKS * SIZES.num_slots
     batches = tl.load(state_ptr + _BATCHES)
     average_ptr = state_ptr + RESIDENTS + NUM_PLACES
     index = tl.arange(0, _AT_ONCE)
-    for start in range(0, NUM_EXPERTS, _AT_ONCE):
+    for start in range(0, SIZES.num_experts, _AT_ONCE):
         experts = start + index
-        is_expert = experts < NUM_EXPERTS
+        is_expert = experts < SIZES.num_experts
         load = tl.load(found.expert_load + experts, mask=is_expert, other=0).to(tl.int64)
         before = tl.load(average_ptr + experts, mask=is_expert, other=0)
         before = tl.where(batches > 0, before, load << _SHIFT)
@@ -147,8 +146,6 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """Try new copies one by one; the best slots, and what is known of them, are in memory then."""
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    NUM_MASTERS: tl.constexpr = SIZES.num_masters
-    NUM_EXPERTS: tl.constexpr = NUM_RANKS * NUM_MASTERS
     NUM_WORDS: tl.constexpr = NUM_RANKS * NUM_SLOTS * 2
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
@@ -164,10 +161,8 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     while goes_on & (step < _STEPS):
         step += 1
         worse = (time - goal < after - other_goal).to(tl.int32)
-        left_ptr, left_of_better = (
-            kept.left + worse * NUM_EXPERTS,
-            kept.left + (1 - worse) * NUM_EXPERTS,
-        )
+        left_ptr = kept.left + worse * SIZES.num_experts
+        left_of_better = kept.left + (1 - worse) * SIZES.num_experts
         placed_ptr = kept.placed + worse * NUM_WORDS
         placed_of_better = kept.placed + (1 - worse) * NUM_WORDS
         rank_load = tl.where(worse == 1, other_load, now_load)
@@ -182,7 +177,7 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
         if goes_on:
             here = slot, target
             now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
-            second = kept.left + NUM_EXPERTS, kept.placed + NUM_WORDS
+            second = kept.left + SIZES.num_experts, kept.placed + NUM_WORDS
             other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
             now_load = _level(0, now_load, speeds, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
             other_load = _level(1, other_load, speeds, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
@@ -208,14 +203,13 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     _, time, _, _ = take_best(attempts, SIZES)
     tl.debug_barrier()  # the winners are read
     ranks, slots = every_32nd(SIZES.block_all_ranks), tl.arange(0, SIZES.block_slots)
     exists = ranks < NUM_RANKS
     domain = ranks // DOMAIN_SIZE
     winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
-    start = (domain * NUM_KEYS + winner).to(tl.int64) * NUM_SLOTS
+    start = (domain * SIZES.num_attempts + winner).to(tl.int64) * NUM_SLOTS
     fresh_ptr = attempts.placed + (start * DOMAIN_SIZE + ranks - domain * DOMAIN_SIZE) * 2
     has_fresh = exists & (winner >= 0)
     is_place = (slots < NUM_SLOTS)[:, None] & exists[None, :]
@@ -257,14 +251,13 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 @triton.jit
 def decide(time, gate, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """Follow the plan, which takes ``time``, where it has new copies or pays without."""
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     decision = time.to(tl.int32) * 0 + PLANNED
     if gate is not None:
         places = tl.arange(0, SIZES.block_places)
         is_new, _ = _new_copies(places, kept, state_ptr, SIZES)
         before = time * 0
         for domain in range(0, SIZES.num_domains):
-            worst = tl.load(attempts.keys + (domain + 1) * (NUM_KEYS + 1) - 1) >> 32
+            worst = tl.load(attempts.keys + (domain + 1) * (SIZES.num_attempts + 1) - 1) >> 32
             before = tl.maximum(before, worst)
         none = time * 0
         saved = saved_time(before, time, none, none, gate, SIZES.num_masters)
@@ -305,14 +298,14 @@ def _split(
     SIZES: tl.constexpr,
 ):
     """rank_load (R,) where a load is split over slots; what is left and placed is in memory."""
-    NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     NUM_PLACES: tl.constexpr = SIZES.num_ranks * SIZES.num_slots
-    left_ptr, placed_ptr = kept.left + number * NUM_EXPERTS, kept.placed + number * (2 * NUM_PLACES)
+    left_ptr = kept.left + number * SIZES.num_experts
+    placed_ptr = kept.placed + number * (2 * NUM_PLACES)
     index = tl.arange(0, _AT_ONCE)
-    for start in range(0, NUM_EXPERTS, _AT_ONCE):
+    for start in range(0, SIZES.num_experts, _AT_ONCE):
         experts = start + index
-        load = tl.load(loads_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-        tl.store(left_ptr + experts, load, mask=experts < NUM_EXPERTS)
+        load = tl.load(loads_ptr + experts, mask=experts < SIZES.num_experts, other=0)
+        tl.store(left_ptr + experts, load, mask=experts < SIZES.num_experts)
     for start in range(0, NUM_PLACES, _AT_ONCE):
         places = start + index
         held = tl.load(slots_ptr + places * STEP, mask=places < NUM_PLACES, other=-1)
@@ -326,7 +319,7 @@ def _split(
 def _level(number, rank_load, speeds, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     BLOCK: tl.constexpr = SIZES.block_all_ranks
-    left_ptr = kept.left + number * (NUM_RANKS * SIZES.num_masters)
+    left_ptr = kept.left + number * SIZES.num_experts
     placed_ptr = kept.placed + number * (2 * NUM_RANKS * SIZES.num_slots)
     split = kept.loads + number * NUM_RANKS, left_ptr, placed_ptr
     num_ranks = tl.full((), NUM_RANKS, tl.int32)

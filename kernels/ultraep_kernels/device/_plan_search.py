@@ -44,7 +44,7 @@ def _add_up(
 ):
     columns = program * SIZES.experts_summed + tl.arange(0, SIZES.experts_summed)
     ranks = tl.arange(0, SIZES.block_all_ranks)
-    is_expert = columns < SIZES.num_ranks * SIZES.num_masters
+    is_expert = columns < SIZES.num_experts
     mask = (ranks < SIZES.num_ranks)[:, None] & is_expert[None, :]
     offsets = ranks.to(tl.int64)[:, None] * loads.stride + columns[None, :]
     values = tl.load(loads.table + offsets, mask=mask, other=0)
@@ -65,9 +65,8 @@ def _attempt(
 ):
     NUM_MASTERS: tl.constexpr = SIZES.num_masters
     LIMIT: tl.constexpr = SIZES.search.limit
-    THRIFTY: tl.constexpr = SIZES.search.thrifty
-    row_ptr = attempts.keys + domain * (LIMIT + THRIFTY + 1)
-    goal, identity = tl.load(attempts.goal), tl.load(row_ptr + LIMIT + THRIFTY)
+    row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
+    goal, identity = tl.load(attempts.goal), tl.load(row_ptr + SIZES.num_attempts)
     numbers = tl.arange(0, SIZES.block_keys)
     made = tl.where(is_second, SIZES.search.first, 0)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
@@ -81,7 +80,7 @@ def _attempt(
         rank_ptr = attempts.ranks + (first_rank + ranks) * 2
         rank_load = tl.load(rank_ptr, mask=ranks < num_ranks, other=0)
         speeds = tl.load(rank_ptr + 1, mask=ranks < num_ranks, other=FULL)
-        index = (domain * (LIMIT + THRIFTY) + number).to(tl.int64)
+        index = (domain * SIZES.num_attempts + number).to(tl.int64)
         left_ptr = attempts.left + index * (SIZES.domain_size * NUM_MASTERS)
         placed_ptr = attempts.placed + index * (SIZES.num_slots * SIZES.domain_size * 2)
         experts = tl.arange(0, SIZES.block_experts)

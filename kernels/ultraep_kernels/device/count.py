@@ -106,14 +106,7 @@ def _count_kernel(
         _add_up_columns(before_ptr, total_ptr, turn - num_blocks, num_blocks, SIZES)
         if arrive(turns_ptr + 2) == SIZES.num_sums - 1:
             if wanted.choice is not None:
-                fill_row(
-                    total_ptr,
-                    wanted.choice,
-                    row_ptr,
-                    SIZES.num_experts,
-                    SIZES.has_load,
-                    SIZES.block_experts,
-                )
+                fill_row(total_ptr, wanted.choice, row_ptr, SIZES)
             if wanted.inboxes is not None:
                 arrive(turns_ptr + 3)
             else:

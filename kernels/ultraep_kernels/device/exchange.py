@@ -131,16 +131,14 @@ def fill_row(
     total_ptr,  # (E + 1,) int32: load, then how many ids could not be counted
     choice_ptr,  # (3,) int32, as ``contract.Choice``
     row_ptr,  # (W,) int32, out
-    NUM_EXPERTS: tl.constexpr,
-    HAS_LOAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,  # as those of ``count``
 ):
-    """This rank's row: W = HEADER_WIDTH, and E more with HAS_LOAD; else a checksum of the load."""
-    experts = tl.arange(0, BLOCK)
-    mask = experts < NUM_EXPERTS
+    """This rank's row: W = HEADER_WIDTH, and E more where it has a load; else its checksum."""
+    experts = tl.arange(0, SIZES.block_experts)
+    mask = experts < SIZES.num_experts
     load = tl.load(total_ptr + experts, mask=mask, other=0)
     checksum = tl.sum(load, axis=0) * 0
-    if HAS_LOAD:
+    if SIZES.has_load:
         tl.store(row_ptr + _HEADER_WIDTH + experts, load, mask=mask)
     else:
         bits = load.to(tl.uint32) * 0x9E3779B1 + experts.to(tl.uint32) * 0x85EBCA77
@@ -149,7 +147,7 @@ def fill_row(
         checksum = tl.xor_sum(bits.to(tl.int32), axis=0)
     columns = tl.arange(0, _HEADER_WIDTH)
     header = tl.where(columns == _POLICY, tl.load(choice_ptr), 0)
-    header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + NUM_EXPERTS), header)
+    header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + SIZES.num_experts), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
     header = tl.where(columns == _TIME, tl.load(choice_ptr + 1), header)
     header = tl.where(columns == _FORGET, tl.load(choice_ptr + 2), header)

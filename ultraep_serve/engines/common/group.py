@@ -26,9 +26,9 @@ from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import PAYING_PERCENT, BalanceConfig
 from ultraep_serve.costs.model import fewest_assignments
 from ultraep_serve.engines.common.loaded import (
-    CommonFlow,
     EngineRank,
     Execution,
+    Flow,
     Layer,
     LoadedLayers,
     MovableLayers,
@@ -54,7 +54,7 @@ def start_balancing(
     execution: Execution[Layer],
     loaded: LoadedLayers[Layer],
     own: EngineRank,
-    flow: CommonFlow,
+    flow: Flow,
 ) -> "BalancedLayers":
     """Give slots to all layers, join the ranks, and have ``flow`` balance.
 

@@ -81,11 +81,27 @@ class Execution(ABC, Generic[Layer]):
         """What dispatches and computes ``layer``; another one, where weights were made anew."""
 
 
-class CommonFlow:
-    """What the stages of a model's layers have in common."""
+class Flow:
+    """What the stages of a model's layers call: the balancer, or nothing, in the same order."""
 
     def __init__(self) -> None:
         self.balancer: LayerBalancer | None = None  # None: ids are taken as they come
+
+    def micro_batch(self) -> int:
+        """Which of those that overlap runs now."""
+        return 0
+
+    def receive(self) -> None:
+        if self.balancer is not None:
+            self.balancer.receive(self.micro_batch())
+
+    def experts_done(self) -> None:
+        if self.balancer is not None:
+            self.balancer.experts_done(self.micro_batch())
+
+    def computed(self) -> None:
+        if self.balancer is not None:
+            self.balancer.computed(self.micro_batch())
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from ultraep_serve.engines.sglang.model import (
     moe_layers,
     new_dispatcher,
 )
-from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, own_prefill_tokens
+from ultraep_serve.engines.sglang.stage import PrefillTokens, SglangFlow, own_prefill_tokens
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.launcher.engine import require_large_batches
 from ultraep_serve.system.environment import first_process
@@ -109,7 +109,7 @@ class _SchedulerHooks:
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
         self._tokens = PrefillTokens()
-        self._flow: Flow | None = None  # of the balanced model
+        self._flow: SglangFlow | None = None  # of the balanced model
         self._balanced: BalancedLayers | None = None
         self._served_plainly = False  # because on_unsupported is off
         self._is_made = False  # the scheduler, with all that it tries out

@@ -43,7 +43,7 @@ from ultraep_serve.engines.vllm.expert_tensors import (
 from ultraep_serve.engines.vllm.host import put_in_kernels
 from ultraep_serve.engines.vllm.kernel import plain_stage, with_slots
 from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
-from ultraep_serve.engines.vllm.stage import Flow
+from ultraep_serve.engines.vllm.stage import VllmFlow
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
@@ -155,7 +155,7 @@ def balance(
     with unanimous(group, config):
         loaded = _described(config, vllm_config, layers, view)
     own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache_bytes)
-    flow = Flow(view, moe.sp_size if moe.dp_size == 1 else 0)
+    flow = VllmFlow(view, moe.sp_size if moe.dp_size == 1 else 0)
     execution = _Layers(vllm_config, flow, group, [*layers, *drafts])
     return start_balancing(config, execution, loaded, own, flow)
 
@@ -197,7 +197,7 @@ class _Layers(Execution[RoutedExperts]):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        flow: Flow,
+        flow: VllmFlow,
         group: EngineGroup,
         every: Sequence[RoutedExperts],
     ) -> None:

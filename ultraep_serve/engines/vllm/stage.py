@@ -16,14 +16,14 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.balance.backend import is_capturing
-from ultraep_serve.engines.common.loaded import CommonFlow
+from ultraep_serve.engines.common.loaded import Flow
 from ultraep_serve.types import TokenView
 
 Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | None]
 
 
-class Flow(CommonFlow):
-    """What the stages of a model's layers have in common."""
+class VllmFlow(Flow):
+    """``Flow`` of batches that vLLM may have cut in two."""
 
     def __init__(self, view: TokenView, shards: int = 0) -> None:
         """``shards``: ranks that have equal parts of one batch, of an engine that is alone."""
@@ -35,19 +35,10 @@ class Flow(CommonFlow):
         if self.balancer is None:
             return ids
         tokens = self._batch_tokens(ids)
-        return self.balancer.route(layer, ids, tokens, dbo_current_ubatch_id()).to(ids.dtype)
+        return self.balancer.route(layer, ids, tokens, self.micro_batch()).to(ids.dtype)
 
-    def receive(self) -> None:
-        if self.balancer is not None:
-            self.balancer.receive(dbo_current_ubatch_id())
-
-    def experts_done(self) -> None:
-        if self.balancer is not None:
-            self.balancer.experts_done(dbo_current_ubatch_id())
-
-    def computed(self) -> None:
-        if self.balancer is not None:
-            self.balancer.computed(dbo_current_ubatch_id())
+    def micro_batch(self) -> int:
+        return int(dbo_current_ubatch_id())
 
     def _batch_tokens(self, ids: torch.Tensor) -> int:
         """Tokens of this (micro-)batch over all ranks, padding included, the same on every rank.
@@ -69,7 +60,7 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
     """The stage of a kernel, with balancing; what it is asked otherwise the wrapped one answers."""
 
     def __init__(
-        self, wrapped: mk.FusedMoEPrepareAndFinalizeModular, layer: int, flow: Flow
+        self, wrapped: mk.FusedMoEPrepareAndFinalizeModular, layer: int, flow: VllmFlow
     ) -> None:
         """``layer`` counts the model's MoE layers in the order they run."""
         self.wrapped = wrapped
