@@ -51,7 +51,6 @@ class UnsupportedError(UltraEPError):
         self.problem, self.otherwise = problem, otherwise
 
     def __str__(self) -> str:
-        """The whole message."""
         if not self.otherwise:
             return self.problem
         return self.problem + (", or " if "; " in self.problem else "; ") + self.otherwise

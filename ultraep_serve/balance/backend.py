@@ -135,7 +135,6 @@ class LayerSlots:
 
     @cached_property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert in all tensors."""
         return int(self.chunks[:, 3].sum())
 
     @classmethod

@@ -56,8 +56,6 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True)
 class _Announcement:
-    """What a rank tells the others about its memory."""
-
     signal_bytes: int
     region_bytes: list[int]
     num_slots: int

@@ -28,8 +28,6 @@ _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 
 @dataclass(frozen=True)
 class _TensorLayout:
-    """How one expert tensor lies in memory."""
-
     num_masters: int  # L
     expert_bytes: int  # from one expert to the next; 0 where an expert has no elements
     strides: tuple[int, ...]  # counted in elements

@@ -56,7 +56,6 @@ class HostBeats:
         threading.Thread(target=self._beat, name="ultraep-beats", daemon=True).start()
 
     def stop(self) -> None:
-        """Beat no more."""
         self._stopping.set()
 
     def _beat(self) -> None:

@@ -110,7 +110,6 @@ def execute(words: list[str]) -> int:
 
 
 def all_commands() -> dict[str, tuple[str, str]]:
-    """Every command, with its module and its help."""
     commands = dict(_COMMANDS)
     for entry in entry_points(group=_OTHERS):
         commands.update(entry.load())

@@ -83,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
-    """What shows one status after the other."""
     if flags.as_json:
         yield lambda found: print(json.dumps(found.document, separators=(",", ":")), flush=True)
     elif flags.watch:
@@ -131,7 +130,6 @@ def _state(document: Mapping[str, Any]) -> Text:
 
 
 def _proof(document: Mapping[str, Any]) -> Text:
-    """What the self-check and samples have found."""
     checked, verified = document["self_check"], document["verification"]
     line = {
         "passed": f"self-check passed in {checked['seconds']:.1f} s",

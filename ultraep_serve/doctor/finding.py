@@ -36,8 +36,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one check."""
-
     name: str
     status: Status
     seen: str
@@ -45,22 +43,18 @@ class Finding:
 
 
 def ok(name: str, seen: str) -> Finding:
-    """Nothing to do."""
     return Finding(name, Status.OK, seen)
 
 
 def warning(name: str, seen: str, remedy: str) -> Finding:
-    """Something to know."""
     return Finding(name, Status.WARNING, seen, remedy)
 
 
 def error(name: str, seen: str, remedy: str) -> Finding:
-    """Something to fix before serving."""
     return Finding(name, Status.ERROR, seen, remedy)
 
 
 def size(num_bytes: float) -> str:
-    """``num_bytes`` for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < _STEP:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

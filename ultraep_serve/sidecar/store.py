@@ -27,7 +27,6 @@ class NoRunError(Exception):
     """There are no figures: no ring can be read, or the server runs unbalanced."""
 
     def __init__(self, run: "Run") -> None:
-        """``answer`` is what is said instead of figures."""
         detail = run.reasons["run"] if run.unbalanced else _NO_RING
         super().__init__(detail)
         self.answer = NoBalance(**vars(run.readiness), detail=detail)
@@ -88,7 +87,6 @@ class Run:
 
     @property
     def readiness(self) -> Readiness:
-        """As it is answered."""
         is_off = self.ready and bool(self.unbalanced or self.switched_off)
         return Readiness(
             ready=self.ready,
@@ -103,7 +101,6 @@ class Run:
 
     @property
     def switched_off(self) -> str:
-        """Why balancing has switched itself off; empty where it has not."""
         return self.readable.switched_off if self.readable else ""
 
     @property

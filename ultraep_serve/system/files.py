@@ -214,7 +214,6 @@ class SharedFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` was not called."""
         return self._descriptor >= 0
 
     def read(self, size: int, offset: int = 0) -> bytes:

@@ -48,12 +48,10 @@ class Location:
 
     @property
     def host(self) -> range:
-        """The ranks of this rank's host."""
         return self._among(self.host_size)
 
     @property
     def domain(self) -> range:
-        """The ranks of this rank's domain."""
         return self._among(self.domain_size)
 
     def _among(self, size: int) -> range:
@@ -68,7 +66,6 @@ class Location:
 
     @property
     def num_domains(self) -> int:
-        """Domains of the whole group."""
         return self.num_ranks // self.domain_size
 
     @property

@@ -123,7 +123,6 @@ class Installed:
 
     @property
     def is_verified(self) -> bool:
-        """Whether balancing was verified with it."""
         return self.package.is_verified(self.version)
 
     def __str__(self) -> str:

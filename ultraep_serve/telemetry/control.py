@@ -84,7 +84,6 @@ class ControlPage:
 
     @property
     def policy(self) -> Policy:
-        """The policy in force."""
         words = self._read()
         policy: Policy = _POLICIES[words[_POLICY]]
         return Policy.OFF if words[_DOUBT] else policy

@@ -197,12 +197,10 @@ class Recorder:
 
     @property
     def path(self) -> Path:
-        """The ring's file."""
         return self._file.path
 
     @property
     def _has_failed(self) -> bool:
-        """Whether the rank has failed, which is its last state."""
         return bool(self._words[_WORD.state] == ring.RingState.FAILED)
 
     @contextlib.contextmanager

@@ -21,7 +21,6 @@ _FITS = tl.constexpr((1 << 31) - 1)  # less any room, larger than any weighed on
 
 @triton.jit
 def _weigh(size, seed, step, index):
-    """``size`` times a factor in [1, 5), a hash of the other three numbers; times 1 for seed 0."""
     bits = seed.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x27D4EB2F
     bits = bits + index.to(tl.uint32) * 0x85EBCA77
     bits = bits ^ (bits >> 15)
@@ -38,7 +37,6 @@ def at(values, indices, index):
 
 @triton.jit
 def _pick_donor(room, ranks, seed, step):
-    """The rank furthest above its capacity, NOBODY if none is above."""
     over = _weigh(tl.maximum(-room, 0), seed, step, ranks)
     most = tl.max(over, axis=0)
     return tl.min(tl.where((over == most) & (over > 0), ranks, NOBODY), axis=0)

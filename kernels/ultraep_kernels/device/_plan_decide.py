@@ -93,7 +93,6 @@ def _winner(row_ptr, goal, SIZES: tl.constexpr):
 
 @triton.jit
 def _sent_of(key):
-    """Replicas that one rank sends, at most."""
     return (key >> 16) & 0xFFFF
 
 

@@ -385,7 +385,6 @@ def _pick_slot(expert, donor, room, whole, both, SIZES: tl.constexpr):
 
 @triton.jit
 def _put(expert, here, rank_load, left_ptr, placed_ptr, SIZES: tl.constexpr):
-    """rank_load with ``expert`` in a slot; what that computes goes back to its master."""
     slot, target = here
     ranks = every_32nd(SIZES.block_all_ranks)
     pair_ptr = placed_ptr + (slot * SIZES.num_ranks + target) * 2
@@ -430,5 +429,4 @@ def _total(time, after, kept, state_ptr, SIZES: tl.constexpr):
 
 @triton.jit
 def _cost(time, prices):
-    """What computing takes, in the unit of ``prices``: no less than reading the experts."""
     return tl.maximum(time * FULL, prices[1])

@@ -31,8 +31,6 @@ class RowWanted(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What the kernel is compiled for."""
-
     num_experts: int
     num_bins: int  # a power of two, at least E
     num_sums: int  # programs of the running sum

@@ -35,8 +35,6 @@ Counts = NDArray[np.int64]
 
 
 class _Group(NamedTuple):
-    """What all scenarios have in common."""
-
     speeds: Counts  # (R,), the fastest at FULL_SPEED
     domain_size: int
     grain: int
@@ -46,8 +44,6 @@ class _Group(NamedTuple):
 
 
 class _Scenario(NamedTuple):
-    """A load and how it is split."""
-
     goal: int  # a time
     split: Placement
 
@@ -195,7 +191,6 @@ def _pick_slot(
 
 @compiled
 def _put(expert: int, rank: int, slot: int, split: Placement) -> None:
-    """Put ``expert`` into a slot; what the slot computes goes back to its master."""
     before, amount = split.slots[rank, slot], split.quotas[rank, slot]
     if before >= 0:
         split.left[before] += amount

@@ -298,7 +298,6 @@ def _time(load: int, speed: int) -> int:
 
 @compiled
 def _pick_donor(room: Counts, seed: int, step: int) -> int:
-    """The rank furthest above its capacity, -1 if none is above."""
     donor, most = -1, 0
     for rank in range(room.size):
         if room[rank] < 0:
@@ -310,7 +309,6 @@ def _pick_donor(room: Counts, seed: int, step: int) -> int:
 
 @compiled
 def _pick_expert(left: Counts, donor: int, num_masters: int, seed: int, step: int) -> int:
-    """The donor's expert with most left on its master."""
     expert, most = -1, -1
     for other in range(donor * num_masters, (donor + 1) * num_masters):
         weighted = _weigh(left[other], seed, step, other)

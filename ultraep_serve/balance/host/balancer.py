@@ -284,7 +284,6 @@ class HostBalancer(LayerBalancer):
             return self.identity(topk_ids)
 
     def _record_batch(self) -> None:
-        """Record what has been computed of the batch, in one go."""
         done, self._computed = self._computed, []
         if not done:
             return

@@ -145,7 +145,6 @@ class HostFabric:
             self._wait(lambda spins: self._arrived(flags, spins), "replicated experts")
 
     def close(self) -> None:
-        """Unmap everybody's memory."""
         self._undo.close()
 
     def _arrived(self, flags: NDArray[np.int64], spins: int) -> bool:

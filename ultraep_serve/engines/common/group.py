@@ -186,7 +186,6 @@ class BalancedLayers:
         return recorder
 
     def _connect(self, backend: Backend, page: ControlPage | None) -> None:
-        """Reach the other ranks."""
         if page is not None:
             self._recorder.watch(page.file)
         with unanimous(self._setup.engine_group, self._setup.config):
@@ -275,7 +274,6 @@ class BalancedLayers:
 
     @property
     def num_layers(self) -> int:
-        """How many layers are balanced on this rank."""
         return len(self._layers.parameters)
 
     def hold(

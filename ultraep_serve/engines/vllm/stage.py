@@ -114,7 +114,6 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         )
 
     def finalize(self, *args: Any, **named: Any) -> None:
-        """Combine."""
         self._flow.experts_done()
         self.wrapped.finalize(*args, **named)
 
