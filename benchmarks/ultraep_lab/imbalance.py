@@ -3,7 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["imbalance"]
+from ultraep_serve.plan.context import PlanContext
+
+__all__ = ["domains_of", "imbalance"]
 
 
 def imbalance(rank_load: NDArray[np.integer], speeds: NDArray[np.integer] | None = None) -> float:
@@ -17,3 +19,9 @@ def imbalance(rank_load: NDArray[np.integer], speeds: NDArray[np.integer] | None
     if speeds is None:
         return float(rank_load.max()) * rank_load.size / total
     return float((rank_load / speeds).max()) * int(speeds.sum()) / total
+
+
+def domains_of(context: PlanContext) -> list[slice]:
+    """The ranks of each domain; the last may be smaller."""
+    ranks, size = context.shape.num_ranks, context.domain_size
+    return [slice(first, min(first + size, ranks)) for first in range(0, ranks, size)]

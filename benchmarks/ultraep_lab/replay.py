@@ -16,7 +16,7 @@ from ultraep_kernels.host.speeds import whole_speeds
 from ultraep_lab.comparators import PolicyFunction
 from ultraep_lab.comparators.placement import Counts
 from ultraep_lab.errors import PlanError, TraceError
-from ultraep_lab.imbalance import imbalance
+from ultraep_lab.imbalance import domains_of, imbalance
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.costs.model import IntegerCosts, Transfer, transfer_of
 from ultraep_serve.plan.context import PlanContext
@@ -256,5 +256,5 @@ def imbalance_floor(loads: NDArray[np.integer], context: PlanContext) -> float:
     rank_load, speeds = context.rank_loads(loads), context.speeds
     if not rank_load.any():
         return 1.0
-    means = [rank_load[domain].sum() / speeds[domain].sum() for domain in context.domains]
+    means = [rank_load[domain].sum() / speeds[domain].sum() for domain in domains_of(context)]
     return float(max(means) / (rank_load.sum() / speeds.sum()))

@@ -52,12 +52,6 @@ class PlanContext:
         size = shape.num_ranks if domain_size is None else domain_size
         return cls(shape, size, full_speeds(shape.num_ranks) if speeds is None else speeds)
 
-    @property
-    def domains(self) -> list[slice]:
-        """The ranks of each domain; the last may be smaller."""
-        ranks, size = self.shape.num_ranks, self.domain_size
-        return [slice(first, min(first + size, ranks)) for first in range(0, ranks, size)]
-
     def rank_loads(self, loads: Integers) -> NDArray[np.int64]:
         """Assignments (R,) of ``loads`` (R, E) with every expert on its master."""
         total: NDArray[np.int64] = loads.sum(0, dtype=np.int64)

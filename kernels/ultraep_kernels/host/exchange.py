@@ -71,14 +71,9 @@ def wait_flags(flag_addresses: Any, epoch: int, spins: int) -> int:
 
 
 @compiled
-def _gather_kernel(rows_addresses: Any, epoch: int, out: Any) -> None:
-    size = out.shape[1] * 8
-    for rank in range(rows_addresses.size):
-        copy_bytes(out[rank].ctypes.data, rows_addresses[rank] + (epoch % 2) * size, size)
-
-
 def gather_rows(rows_addresses: NDArray[np.int64], epoch: int, width: int) -> NDArray[np.int64]:
     """All ranks' rows (R, W) int64 of ``epoch``; every flag must have reached it."""
-    out = np.empty((rows_addresses.size, width), dtype=np.int64)
-    _gather_kernel(rows_addresses, epoch, out)
+    out, size = np.empty((rows_addresses.size, width), np.int64), width * 8
+    for rank in range(rows_addresses.size):
+        copy_bytes(out[rank].ctypes.data, rows_addresses[rank] + (epoch % 2) * size, size)
     return out

@@ -19,9 +19,9 @@ from ultraep_serve.balance.agreement import (
     find_location,
     require_agreement,
     unanimous,
-    wait_for_all,
 )
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
+from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import PAYING_PERCENT, BalanceConfig
 from ultraep_serve.costs.model import fewest_assignments
@@ -190,7 +190,9 @@ class BalancedLayers:
             self._recorder.watch(page.file)
         with unanimous(self._setup.engine_group, self._setup.config):
             backend.connect()
-        wait_for_all(self._setup)
+        group = self._setup.engine_group
+        if group is not None and self._setup.location.num_domains > 1:  # all have come this far
+            HostAllGather(group.on_host, self._setup.connect_seconds).gather_bytes(b"here")
 
     def _watch_others(self, backend: Backend, undo: ExitStack) -> Watch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""

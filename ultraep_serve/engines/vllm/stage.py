@@ -8,6 +8,7 @@ combine; ``computed`` follows when the kernel is done (``kernel``). So no kernel
 copies that have not arrived. Verified with 0.32 and 0.33.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -54,6 +55,15 @@ class VllmFlow(Flow):
         if metadata is None:
             return ids.shape[0] * self._shards
         return int(metadata.num_tokens_across_dp_cpu.sum())
+
+
+def _of_wrapped(name: str) -> Callable[..., Any]:
+    """A method of ``BalancedStage`` that asks the wrapped stage."""
+
+    def ask(stage: "BalancedStage", *args: Any, **named: Any) -> Any:
+        return getattr(stage.wrapped, name)(*args, **named)
+
+    return ask
 
 
 class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
@@ -130,26 +140,12 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
     def activation_format(self) -> Any:
         return self.wrapped.activation_format
 
-    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        self.wrapped.post_init_setup(fused_experts)
-
-    def allocate_fused_expert_output(self, *args: Any, **named: Any) -> Any:
-        return self.wrapped.allocate_fused_expert_output(*args, **named)
-
-    def topk_indices_dtype(self) -> Any:
-        return self.wrapped.topk_indices_dtype()
-
-    def max_num_tokens_per_rank(self) -> Any:
-        return self.wrapped.max_num_tokens_per_rank()
-
-    def num_dispatchers(self) -> Any:
-        return self.wrapped.num_dispatchers()
-
-    def output_is_reduced(self) -> Any:
-        return self.wrapped.output_is_reduced()
-
-    def supports_async(self) -> Any:
-        return self.wrapped.supports_async()
-
-    def supports_dbo(self) -> Any:  # since 0.33
-        return self.wrapped.supports_dbo()
+    # which vLLM's class has too
+    post_init_setup = _of_wrapped("post_init_setup")
+    allocate_fused_expert_output = _of_wrapped("allocate_fused_expert_output")
+    topk_indices_dtype = _of_wrapped("topk_indices_dtype")
+    max_num_tokens_per_rank = _of_wrapped("max_num_tokens_per_rank")
+    num_dispatchers = _of_wrapped("num_dispatchers")
+    output_is_reduced = _of_wrapped("output_is_reduced")
+    supports_async = _of_wrapped("supports_async")
+    supports_dbo = _of_wrapped("supports_dbo")  # since 0.33
