@@ -76,12 +76,12 @@ def install(config: BalanceConfig) -> None:
         return  # SGLang's own expert parallelism works there
     is_primary = first_process() == os.getpid()
     try:
-        told = checks.check_engine(config.on_newer_engine)
+        note = checks.check_engine(config.on_newer_engine)
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
         return
-    if told and is_primary:
-        logger.warning("ultraep: %s", told)
+    if note and is_primary:
+        logger.warning("ultraep: %s", note)
     if is_cpu():
         complete_device_module()
     HookRegistry.register(END, end, HookType.AROUND)

