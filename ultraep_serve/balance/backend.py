@@ -221,6 +221,7 @@ class LayerBalancer(Protocol):
 class Backend(ABC):
     """Makes a balancer. Its methods are called in the order in which they stand here."""
 
+    balancer_class: type[Any]
     fabric: Any  # once connected
 
     def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
@@ -272,18 +273,21 @@ class Backend(ABC):
     def _probes(self, layer: LayerSlots) -> Probes:
         """What costs are measured with, warm."""
 
-    @abstractmethod
     def make_balancer(
-        self,
-        policies: ControlPage | None,
-        recorder: Recorder,
-        costs: CostModel,
-        samples: Any = None,
+        self, policies: ControlPage | None, recorder: Recorder, costs: CostModel, samples: Any
     ) -> LayerBalancer:
         """Return the balancer, warm; all ranks call this. ``policies`` is rank 0's.
 
         ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """
+        given = self.setup, self.layers, self.fabric, policies, recorder
+        balancer = self.balancer_class(*given, costs.integer_costs(), samples)
+        self._warm_up(balancer, recorder)
+        return balancer
+
+    def _warm_up(self, balancer: Any, recorder: Recorder) -> None:
+        """Do what is left before the balancer serves."""
+        return
 
 
 def make_backend(device: torch.device, setup: GroupSetup) -> Backend:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
-from ultraep_serve.costs.model import CostModel
-from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
 _LOGGER = logging.getLogger(__name__)
@@ -38,6 +35,7 @@ _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where read
 class DeviceBackend(Backend):
     """Of ranks with a GPU each, found in the run directory, between hosts through the engine."""
 
+    balancer_class = DeviceBalancer
     fabric: DeviceFabric
 
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
@@ -82,22 +80,11 @@ class DeviceBackend(Backend):
         path = setup.config.run_path
         return SocketRendezvous(path, location.rank, domain, setup.connect_seconds)
 
-    def make_balancer(
-        self,
-        policies: ControlPage | None,
-        recorder: Recorder,
-        costs: CostModel,
-        samples: Any = None,
-    ) -> DeviceBalancer:
-        integers = costs.integer_costs()
-        balancer = DeviceBalancer(
-            self.setup, self.layers, self.fabric, policies, recorder, integers, samples
-        )
+    def _warm_up(self, balancer: DeviceBalancer, recorder: Recorder) -> None:
         balancer.warm_up()
         notice = StopNotice(self.fabric, recorder)
         recorder.at_heartbeat(notice)
         Finalize(None, notice, exitpriority=3)  # before the engine's error is published as a reason
-        return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:
         """Return probes timed on the device; small stages run in CUDA graphs, free of the host."""

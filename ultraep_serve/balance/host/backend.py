@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +17,7 @@ from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
-from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.quota import plan_quota, warm_up
-from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.recorder import Recorder
 
 _REPEATS = 3
 _EXCHANGES = 20
@@ -30,6 +26,7 @@ _EXCHANGES = 20
 class HostBackend(Backend):
     """Of ranks that find each other in the run directory."""
 
+    balancer_class = HostBalancer
     fabric: HostFabric
 
     def __init__(self, setup: GroupSetup) -> None:
@@ -55,18 +52,6 @@ class HostBackend(Backend):
         )
         self._undo.callback(self.fabric.close)
         self.fabric.wait_at_least(setup.connect_seconds)
-
-    def make_balancer(
-        self,
-        policies: ControlPage | None,
-        recorder: Recorder,
-        costs: CostModel,
-        samples: Any = None,
-    ) -> HostBalancer:
-        integers = costs.integer_costs()
-        return HostBalancer(
-            self.setup, self.layers, self.fabric, policies, recorder, integers, samples
-        )
 
     def _warm_up_kernels(self, layer: LayerSlots) -> None:
         """Compile what a planned batch calls, or load it from disk, by planning no tokens."""

@@ -98,7 +98,6 @@ class HostBalancer(LayerBalancer):
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept."""
         assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
@@ -134,7 +133,6 @@ class HostBalancer(LayerBalancer):
 
     @marking_failure
     def receive(self, micro_batch: int = 0) -> None:
-        """Return when this rank's slots have arrived, of the layer that was routed last."""
         routed = self._routed
         if routed is not None:
             routed.watch.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
@@ -152,7 +150,6 @@ class HostBalancer(LayerBalancer):
 
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
-        """Keep what came of the layer that was routed last; the batch's last has all recorded."""
         routed, self._routed = self._routed, None
         if routed is None:
             return
