@@ -72,7 +72,12 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
             raise checks.without_experts(vllm_config)
         layers = [runner.routed_experts for runner in balanced]
         drafts = [runner.routed_experts for runner in runners if runner not in in_model]
-        _balance(config, worker, vllm_config, layers, drafts)
+        made = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
+        if made.copies_stay or not all(map(is_as_in_checkpoint, layers)):
+            refuse_new_weights(worker.get_model(), layers)
+        made.mark_ready(logger)
+        _around(worker.model_runner, "execute_model", before=made.require_in_place)
+        _around(worker, "compile_or_warm_up_model", after=lambda: made.end_loading(logger))
     except UnsupportedError as error:
         is_primary = checks.is_primary(vllm_config)
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
@@ -93,21 +98,6 @@ def _compute_on_host(config: BalanceConfig, worker: Any, runners: list[MoERunner
         operators = torch.ops.vllm
         runner._forward_entry = operators.moe_forward if alone else operators.moe_forward_shared
     refuse_new_weights(worker.get_model(), layers)
-
-
-def _balance(
-    config: BalanceConfig,
-    worker: Any,
-    vllm_config: VllmConfig,
-    layers: list[RoutedExperts],
-    drafts: list[RoutedExperts],
-) -> None:
-    balanced = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
-    if balanced.copies_stay or not all(map(is_as_in_checkpoint, layers)):
-        refuse_new_weights(worker.get_model(), layers)
-    balanced.mark_ready(logger)
-    _around(worker.model_runner, "execute_model", before=balanced.require_in_place)
-    _around(worker, "compile_or_warm_up_model", after=lambda: balanced.end_loading(logger))
 
 
 def _around(
