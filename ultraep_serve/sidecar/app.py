@@ -120,9 +120,9 @@ class StateLog:
 
     def update(self, run: Run) -> None:
         """Compare with the last update."""
-        state = run.unbalanced, run.ready
+        state = run.unbalanced, run.readiness.ready
         # A reason in other words is no change, nor is one of several ranks that becomes ready.
-        if state != self._state or (not run.ready and run.problems.keys() - self._problems.keys()):
+        if state != self._state or (not state[1] and run.problems.keys() - self._problems.keys()):
             _log_readiness(run)
         self._state, self._problems = state, run.problems
         if run.policy is not self._policy:
@@ -135,8 +135,8 @@ def _log_readiness(run: Run) -> None:
     if len(reasons) > _MAX_REASONS:
         reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
     if run.unbalanced:
-        _LOGGER.warning("%s", run.reasons["run"])
-    elif run.ready:
+        _LOGGER.warning("%s", run.readiness.reasons["run"])
+    elif not run.problems:
         _LOGGER.info("every rank is ready")
     else:
         _LOGGER.warning("not ready: %s", "; ".join(reasons))

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError, RingError
 from ultraep_serve.sidecar.documents import NoBalance, RankState, Readiness
 from ultraep_serve.sidecar.proof import switched_off
 from ultraep_serve.sidecar.window import Rows, StageWindow, Totals, considered
-from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
@@ -27,9 +27,10 @@ class NoRunError(Exception):
     """There are no figures: no ring can be read, or the server runs unbalanced."""
 
     def __init__(self, run: "Run") -> None:
-        detail = run.reasons["run"] if run.unbalanced else _NO_RING
+        found = run.readiness
+        detail = found.reasons["run"] if run.unbalanced else _NO_RING
         super().__init__(detail)
-        self.answer = NoBalance(**vars(run.readiness), detail=detail)
+        self.answer = NoBalance(**vars(found), detail=detail)
 
 
 @dataclass(frozen=True)
@@ -74,39 +75,23 @@ class Run:
     readable: Held | None = None
 
     @property
-    def ready(self) -> bool:
-        """Whether the server of this host is as its operator wants it."""
-        return bool(self.unbalanced) or not self.problems
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
-        if self.unbalanced:
-            return {"run": f"this server runs without balancing: {self.unbalanced}"}
-        return self.problems or ({"run": self.switched_off} if self.switched_off else {})
-
-    @property
     def readiness(self) -> Readiness:
-        is_off = self.ready and bool(self.unbalanced or self.switched_off)
-        return Readiness(
-            ready=self.ready,
-            status="unbalanced" if is_off else "ready" if self.ready else "not ready",
-            reasons=self.reasons,
-        )
+        """Whether the server of this host is as its operator wants it, and why not.
+
+        Reasons are by rank; under ``run`` where no rank is known.
+        """
+        ready, reasons = bool(self.unbalanced) or not self.problems, self.problems
+        if self.unbalanced:
+            reasons = {"run": f"this server runs without balancing: {self.unbalanced}"}
+        elif ready and self.readable is not None and self.readable.switched_off:
+            reasons = {"run": self.readable.switched_off}
+        status: Any = ("unbalanced" if reasons else "ready") if ready else "not ready"
+        return Readiness(ready=ready, status=status, reasons=reasons)
 
     @property
     def policies(self) -> list[str]:
         """Those that may be put in force."""
         return [one.value for one in Policy if one is not Policy.IDEAL or self.allows_ideal]
-
-    @property
-    def switched_off(self) -> str:
-        return self.readable.switched_off if self.readable else ""
-
-    @property
-    def location(self) -> Location | None:
-        """Of this host's first rank; None while no ring can be read."""
-        return self.readable.header.location if self.readable else None
 
     def held(self) -> Held:
         """Headers and rows. Raises NoRunError."""
