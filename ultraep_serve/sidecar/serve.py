@@ -19,11 +19,11 @@ from pathlib import Path
 import uvicorn
 
 from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
-from ultraep_serve.errors import ConfigError, OutputError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.system.environment import control_token_from_environment
-from ultraep_serve.system.files import read_token
+from ultraep_serve.system.files import SharedFile, read_token
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
 from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
@@ -165,13 +165,14 @@ def control_token(run_dir: Path) -> str:
     chosen = control_token_from_environment()
     if chosen:
         return chosen
-    files, token = RunFiles(run_dir), secrets.token_urlsafe(32)
-    if not run_dir.is_dir():
-        raise ConfigError(f"cannot write {files.token}: there is no such directory")
+    path, token = RunFiles(run_dir).token, secrets.token_urlsafe(32)
     try:
-        return token if files.publish(files.token, token.encode()) else read_token(files.token)
-    except OutputError as error:
-        raise ConfigError(str(error)) from error
+        SharedFile.create(path, token.encode(), len(token), replace=False).close()
+    except FileExistsError:
+        return read_token(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return token
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
