@@ -126,7 +126,6 @@ class Transfer:
 
     busiest_sender: int  # experts sent by one rank
     busiest_receiver: int  # experts received by one rank
-    relayed: bool = False
 
     @property
     def busiest_link(self) -> int:
@@ -142,12 +141,7 @@ def transfer_of(
     ``parents`` (R, S), as planned for relays: -1 the master sends, else the slot that does,
     ``rank * S + slot``.
     """
-    sent, received = experts_moved(slot_expert, num_masters, parents)
-    return Transfer(
-        busiest_sender=max(sent),
-        busiest_receiver=max(received),
-        relayed=parents is not None and bool((parents[slot_expert >= 0] >= 0).any()),
-    )
+    return Transfer(*map(max, experts_moved(slot_expert, num_masters, parents)))
 
 
 def experts_moved(
@@ -178,13 +172,7 @@ def saved_picoseconds(
     held = masters + transfer.busiest_receiver
     unbalanced = max(before * costs.per_assignment, masters * costs.per_expert_read)
     balanced = max(after * costs.per_assignment, held * costs.per_expert_read)
-    return unbalanced - balanced - transfer_picoseconds(transfer, costs)
-
-
-def transfer_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
-    """The exposed transfer of one layer."""
-    moved = transfer.busiest_link * costs.per_expert_sent
-    return moved + (costs.per_relay_hop if transfer.relayed else 0)
+    return unbalanced - balanced - transfer.busiest_link * costs.per_expert_sent
 
 
 def fewest_assignments(
