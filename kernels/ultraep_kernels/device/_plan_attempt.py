@@ -123,7 +123,6 @@ def relax(
     They end after one that moved nothing, or gained little of the goal.
     """
     load_ptr, left_ptr, placed_ptr = split
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
     ranks = every_32nd(BLOCK_RANKS)
     exists = ranks < num_ranks
     fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
@@ -138,8 +137,8 @@ def relax(
     while (sweep < SWEEPS) & (moved > 0) & (time > goal) & (gained >= least):
         sweep += 1
         moved = num_ranks * 0
-        for place in range(0, num_ranks * NUM_SLOTS):
-            rank, slot = place // NUM_SLOTS, place % NUM_SLOTS
+        for place in range(0, num_ranks * SIZES.num_slots):
+            rank, slot = place // SIZES.num_slots, place % SIZES.num_slots
             here_ptr = placed_ptr + (slot * ROOM + rank) * 2
             expert = tl.load(here_ptr)
             if expert >= 0:

@@ -51,27 +51,25 @@ def _finish_slots(
     """What every slot computes, what is copied into it and by whom, and what the host learns."""
     attempts, kept, state_ptr = made
     source, rank, min_saved, epoch_ptr = sender
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     places = tl.arange(0, RELAYS.block)
     exists = places < SIZES.num_ranks * SIZES.all_slots
     of_rank: tl.constexpr = SIZES.all_slots if SIZES.all_slots > 0 else 1
     holder = places // of_rank
     slot = places % of_rank - SIZES.first_slot
-    domain = holder // DOMAIN_SIZE
+    domain = holder // SIZES.domain_size
     if kept is None:
         winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
         winner = tl.where(decision == PLANNED, winner, -1)
-        planned = (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
+        planned = (winner >= 0) & (slot >= 0) & (slot < SIZES.num_slots)
         offsets = domain * SIZES.num_attempts + winner
-        offsets = (offsets.to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
-        offsets += holder - domain * DOMAIN_SIZE
+        offsets = (offsets.to(tl.int64) * SIZES.num_slots + slot) * SIZES.domain_size
+        offsets += holder - domain * SIZES.domain_size
         held = tl.load(attempts.placed + offsets * 2, mask=planned, other=-1)
         amount = tl.load(attempts.placed + offsets * 2 + 1, mask=planned & (held >= 0), other=0)
         copied = held
     else:
         planned = places < tl.where(decision == PLANNED, SIZES.num_ranks * SIZES.all_slots, 0)
-        planned = planned & (slot >= 0) & (slot < NUM_SLOTS)
+        planned = planned & (slot >= 0) & (slot < SIZES.num_slots)
         offsets = slot * SIZES.num_ranks + holder
         held = tl.load(kept.placed + offsets * 2, mask=planned, other=-1)
         amount = tl.load(kept.placed + offsets * 2 + 1, mask=planned, other=0)
@@ -107,11 +105,10 @@ def _finish_expert(expert, decision, given, made, found, source, SIZES: tl.const
     """Quota, share and places of an expert."""
     attempts, kept, _ = made
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_MASTERS: tl.constexpr = SIZES.num_masters
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
-    owner = expert // NUM_MASTERS
+    owner = expert // SIZES.num_masters
     domain = owner // DOMAIN_SIZE
     STEP: tl.constexpr = DOMAIN_SIZE if kept is None else NUM_RANKS
     if kept is None:
@@ -123,15 +120,15 @@ def _finish_expert(expert, decision, given, made, found, source, SIZES: tl.const
     else:
         inside = ranks < tl.where(decision == PLANNED, NUM_RANKS, 0)
         pair_ptr = kept.placed + ranks * 2
-    first = ranks * (NUM_MASTERS + SIZES.all_slots)  # physical experts of each rank
-    physical = tl.where(ranks == owner, first + expert % NUM_MASTERS, -1)
+    first = ranks * (SIZES.num_masters + SIZES.all_slots)  # physical experts of each rank
+    physical = tl.where(ranks == owner, first + expert % SIZES.num_masters, -1)
     quota = ranks * 0
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     for slot in tl.static_range(NUM_SLOTS):
         held = tl.load(pair_ptr + slot * (STEP * 2), mask=inside, other=-1)
         amount = tl.load(pair_ptr + slot * (STEP * 2) + 1, mask=inside, other=0)
         quota += tl.where(held == expert, amount, 0)
-        here = first + (NUM_MASTERS + SIZES.first_slot + slot)
+        here = first + (SIZES.num_masters + SIZES.first_slot + slot)
         physical = tl.where(held == expert, here, physical)
     rest = tl.maximum(tl.load(found.expert_load + expert), 0) - tl.sum(quota, axis=0)
     quota += tl.where(ranks == owner, rest, 0)

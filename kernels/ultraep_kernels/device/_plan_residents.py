@@ -200,27 +200,25 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 
     Copies that are there already keep their slots.
     """
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     _, time, _, _ = take_best(attempts, SIZES)
     tl.debug_barrier()  # the winners are read
     ranks, slots = every_32nd(SIZES.block_all_ranks), tl.arange(0, SIZES.block_slots)
-    exists = ranks < NUM_RANKS
+    exists = ranks < SIZES.num_ranks
     domain = ranks // DOMAIN_SIZE
     winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
-    start = (domain * SIZES.num_attempts + winner).to(tl.int64) * NUM_SLOTS
+    start = (domain * SIZES.num_attempts + winner).to(tl.int64) * SIZES.num_slots
     fresh_ptr = attempts.placed + (start * DOMAIN_SIZE + ranks - domain * DOMAIN_SIZE) * 2
     has_fresh = exists & (winner >= 0)
-    is_place = (slots < NUM_SLOTS)[:, None] & exists[None, :]
-    place = slots[:, None] * NUM_RANKS + ranks[None, :]
+    is_place = (slots < SIZES.num_slots)[:, None] & exists[None, :]
+    place = slots[:, None] * SIZES.num_ranks + ranks[None, :]
     held = tl.load(state_ptr + RESIDENTS + place, mask=is_place, other=-1).to(tl.int32)
     needed = (held == -2).to(tl.int32)
-    for number in range(0, NUM_SLOTS):
+    for number in range(0, SIZES.num_slots):
         wanted = tl.load(fresh_ptr + number * (DOMAIN_SIZE * 2), mask=has_fresh, other=-1)
         needed |= (is_place & (held >= 0) & (held == wanted[None, :])).to(tl.int32)
     amounts = held * 0
-    for number in range(0, NUM_SLOTS):
+    for number in range(0, SIZES.num_slots):
         pair_ptr = fresh_ptr + number * (DOMAIN_SIZE * 2)
         wanted = tl.load(pair_ptr, mask=has_fresh, other=-1)
         amount = tl.load(pair_ptr + 1, mask=has_fresh & (wanted >= 0), other=0)
@@ -276,13 +274,12 @@ def speeds_in(attempts, SIZES: tl.constexpr):
 @triton.jit
 def _goal(rank_load, speeds, SIZES: tl.constexpr):
     """As the survey's: a time, of ranks with ``rank_load`` and every expert at home."""
-    GRAIN: tl.constexpr = SIZES.search.grain
     ranks = every_32nd(SIZES.block_all_ranks)
     least = tl.full((), 0, tl.int64)
     for domain in range(0, SIZES.num_domains):
         is_member = (ranks < SIZES.num_ranks) & (ranks // SIZES.domain_size == domain)
         least = tl.maximum(least, least_time(rank_load, tl.where(is_member, speeds, 0)))
-    return least + (least + GRAIN // 2) // GRAIN
+    return least + (least + SIZES.search.grain // 2) // SIZES.search.grain
 
 
 @triton.jit
@@ -317,13 +314,12 @@ def _split(
 
 @triton.jit
 def _level(number, rank_load, speeds, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     BLOCK: tl.constexpr = SIZES.block_all_ranks
     left_ptr = kept.left + number * SIZES.num_experts
-    placed_ptr = kept.placed + number * (2 * NUM_RANKS * SIZES.num_slots)
-    split = kept.loads + number * NUM_RANKS, left_ptr, placed_ptr
-    num_ranks = tl.full((), NUM_RANKS, tl.int32)
-    return relax(speeds, rank_load, split, num_ranks, goal, SWEEPS, NUM_RANKS, BLOCK, SIZES)
+    placed_ptr = kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots)
+    split = kept.loads + number * SIZES.num_ranks, left_ptr, placed_ptr
+    num_ranks = tl.full((), SIZES.num_ranks, tl.int32)
+    return relax(speeds, rank_load, split, num_ranks, goal, SWEEPS, SIZES.num_ranks, BLOCK, SIZES)
 
 
 @triton.jit
@@ -355,19 +351,16 @@ def _pick_expert(donor, both, SIZES: tl.constexpr):
 @triton.jit
 def _pick_slot(expert, donor, room, whole, both, SIZES: tl.constexpr):
     """Rank and slot with most ``room`` (R,) and least that would be missed; NOBODY: none has."""
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     _, _, placed_ptr, placed_of_better = both
     ranks = every_32nd(SIZES.block_all_ranks)
-    exists = ranks < NUM_RANKS
+    exists = ranks < SIZES.num_ranks
     home = tl.maximum(expert, 0) // SIZES.num_masters
-    is_open = exists & (ranks // DOMAIN_SIZE == home // DOMAIN_SIZE) & (room > 0)
+    is_open = exists & (ranks // SIZES.domain_size == home // SIZES.domain_size) & (room > 0)
     is_open = is_open & (ranks != donor) & (ranks != home)
     score = tl.full((SIZES.block_all_ranks,), -_FAR, tl.int64)
     chosen, holds = ranks * 0, ranks * 0
-    for slot in range(0, NUM_SLOTS):
-        offsets = (slot * NUM_RANKS + ranks) * 2
+    for slot in range(0, SIZES.num_slots):
+        offsets = (slot * SIZES.num_ranks + ranks) * 2
         held = tl.load(placed_ptr + offsets, mask=exists, other=-1)
         here = tl.load(placed_ptr + offsets + 1, mask=exists, other=0)
         there = tl.load(placed_of_better + offsets + 1, mask=exists, other=0)

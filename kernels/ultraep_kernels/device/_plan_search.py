@@ -64,7 +64,6 @@ def _attempt(
     SIZES: tl.constexpr,
 ):
     NUM_MASTERS: tl.constexpr = SIZES.num_masters
-    LIMIT: tl.constexpr = SIZES.search.limit
     row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
     goal, identity = tl.load(attempts.goal), tl.load(row_ptr + SIZES.num_attempts)
     numbers = tl.arange(0, SIZES.block_keys)
@@ -88,8 +87,8 @@ def _attempt(
         loads = tl.load(expert_load_ptr + first_rank * NUM_MASTERS + experts, mask=mine, other=0)
         tl.store(left_ptr + experts, loads, mask=mine)
         tl.debug_barrier()
-        is_thrifty = number >= LIMIT
-        near = (number - LIMIT) * goal // SIZES.search.grain
+        is_thrifty = number >= SIZES.search.limit
+        near = (number - SIZES.search.limit) * goal // SIZES.search.grain
         above = tl.where(is_thrifty, near, gap * (number // 2 % 5) // 4)
         threshold = (goal + above).to(tl.int32)
         rank_load, held = attempt(
@@ -98,7 +97,7 @@ def _attempt(
         pair_ptr = placed_ptr + (slots[:, None] * SIZES.domain_size + ranks[None, :]) * 2
         exists = (slots < SIZES.num_slots)[:, None] & (ranks < num_ranks)[None, :]
         time = busiest(rank_load, speeds)
-        if (time > goal) & (number < LIMIT):
+        if (time > goal) & (number < SIZES.search.limit):
             tl.store(pair_ptr, held, mask=exists)
             tl.debug_barrier()
             split = attempts.loads + index * SIZES.domain_size, left_ptr, placed_ptr

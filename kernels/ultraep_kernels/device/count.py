@@ -44,16 +44,15 @@ class _Sizes(NamedTuple):
 
 @triton.jit
 def _count_block(ids_ptr, before_ptr, num_ids, block, SIZES: tl.constexpr):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     offsets = block * SIZES.block + tl.arange(0, SIZES.block)
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
-    valid = (ids >= 0) & (ids < NUM_EXPERTS)
+    valid = (ids >= 0) & (ids < SIZES.num_experts)
     counts = tl.histogram(tl.where(valid, ids, 0).to(tl.int32), SIZES.num_bins, mask=valid)
     unknown = tl.sum(((ids != -1) & ~valid).to(tl.int32), axis=0)
     bins = tl.arange(0, SIZES.num_bins)
-    row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
-    tl.store(row_ptr + bins, counts, mask=bins < NUM_EXPERTS)
-    tl.store(row_ptr + NUM_EXPERTS, unknown)
+    row_ptr = before_ptr + block.to(tl.int64) * (SIZES.num_experts + 1)
+    tl.store(row_ptr + bins, counts, mask=bins < SIZES.num_experts)
+    tl.store(row_ptr + SIZES.num_experts, unknown)
 
 
 @triton.jit

@@ -62,13 +62,12 @@ def exchange_program(
 ):
     """One program's part; whether it is the last to finish, when the epoch has been counted."""
     row_ptr, inboxes, out_ptr, patience_ns = given
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     rank, status_ptr = inboxes.rank, inboxes.status
     epoch = tl.load(inboxes.epoch) + 1
-    peer = program % NUM_RANKS
+    peer = program % SIZES.num_ranks
     columns = tl.arange(0, SIZES.block)
     mask = columns < SIZES.width
-    if program < NUM_RANKS:
+    if program < SIZES.num_ranks:
         if (peek(status_ptr) & TIMEOUTS) == 0:
             row = tl.load(row_ptr + columns, mask=mask, other=0)
             address = _row_address(inboxes, peer, rank, epoch, SIZES)
@@ -83,7 +82,7 @@ def exchange_program(
         row = tl.load(source, mask=there, other=0)
         tl.store(out_ptr + peer * SIZES.width + columns, row, mask=mask)
     finished = arrive(inboxes.epoch + 1) + 1
-    is_last = finished % (2 * NUM_RANKS) == 0  # all others have read the epoch
+    is_last = finished % (2 * SIZES.num_ranks) == 0  # all others have read the epoch
     if is_last:
         tl.store(inboxes.epoch, epoch)
     return is_last
