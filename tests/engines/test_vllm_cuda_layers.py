@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,20 +172,20 @@ def worker_of(config: Any, *models: Model) -> Any:
     compilation.static_forward_context.update(zip(names, runners, strict=True))
     described = SimpleNamespace(model="some/model", architectures=["Some"])
     object.__setattr__(config, "model_config", described)
-    return SimpleNamespace(get_model=lambda: models[0])
+    return Mock(get_model=lambda: models[0])
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Layers that are balanced, by name; nobody balances them."""
     found: list[Any] = []
-    monkeypatch.setattr(
-        model,
-        "_balance",
-        lambda config, worker, vllm_config, layers, _: found.extend(
-            own.layer_name for own in layers
-        ),
-    )
+
+    def balance(config: Any, vllm_config: Any, layers: Any, *_: Any) -> Mock:
+        found.extend(own.layer_name for own in layers)
+        return Mock(copies_stay=False)
+
+    monkeypatch.setattr(model, "balance", balance)
+    monkeypatch.setattr(model, "_cache_bytes", lambda _: 0)
     return found
 
 

@@ -198,13 +198,10 @@ def _ranks(document: Mapping[str, Any]) -> Table:
         mean = loads["mean"]
         cells: list[RenderableType] = []
         for when, style in (("before", "yellow"), ("after", "green")):
-            cells.append(_bar(loads[when], most, style))
+            bar = round(_BAR_CELLS * loads[when] / most) if most else 0
+            cells.append(Text("█" * bar, style=style))
             cells.append(f"{loads[when] / mean:.2f}" if mean else "")
         cells.append(f"{loads['speed']:.2f}" if differ else "")
         state = "" if rank["alive"] and rank["state"] == "ready" else rank["state"]
         table.add_row(f"{rank['rank']:>4}", *cells, Text(state, style="red"))
     return table
-
-
-def _bar(value: int, most: int, style: str) -> Text:
-    return Text("█" * round(_BAR_CELLS * value / most) if most else "", style=style)

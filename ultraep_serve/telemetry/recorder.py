@@ -211,7 +211,10 @@ class Recorder:
                 yield
                 self._file.write(self._changing)
             except _REASONS_TO_LOSE as error:
-                self._lose(error, records)
+                if not self.lost:
+                    _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
+                self.lost += records
+                self._words[_WORD.lost] += records
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
@@ -224,12 +227,6 @@ class Recorder:
         if self._file.is_open:
             with contextlib.suppress(OSError):
                 self._file.write(self._header)
-
-    def _lose(self, error: Exception, records: int = 1) -> None:
-        if not self.lost:
-            _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
-        self.lost += records
-        self._words[_WORD.lost] += records
 
     def _count(self, stored: RecordArray) -> None:
         """Count what was written, the layers of one batch.
