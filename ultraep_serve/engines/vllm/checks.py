@@ -5,14 +5,7 @@ import vllm
 import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
-    CPUExpertsFp8,
-    CPUExpertsFp8W8A8,
-    CPUExpertsInt4,
-    CPUExpertsInt8,
-    CPUExpertsMxfp4,
-    CPUUnquantizedExperts,
-)
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
@@ -31,16 +24,10 @@ _PREPARE = (
 )
 
 # On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
-_CPU_QUANTISED = (
-    CPUExpertsFp8,
-    CPUExpertsFp8W8A8,
-    CPUExpertsInt8,
-    CPUExpertsInt4,
-    CPUExpertsMxfp4,
-)
+_CPU_QUANTISED = tuple(f"CPUExperts{kind}" for kind in ("Fp8", "Fp8W8A8", "Int8", "Int4", "Mxfp4"))
 _CPU_REMEDY = (
     "use an unquantised checkpoint, or one that vLLM computes with "
-    f"{', '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
+    f"{', '.join(_CPU_QUANTISED)} (with AMX)"
 )
 
 # Of a layer, wherever it is computed.
@@ -287,7 +274,7 @@ def _wrong_cpu_kernel(layer: RoutedExperts) -> str | None:
         kernel = _routing_kernel(layer)
         return f"{kernel} routes inside its kernel and cannot be balanced; {_CPU_REMEDY}"
     experts = method.moe_kernel.fused_experts
-    is_quantised = isinstance(experts, _CPU_QUANTISED)
+    is_quantised = type(experts).__name__ in _CPU_QUANTISED
     is_plain = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
     if not (is_quantised or is_plain):
         return f"expert kernel {type(experts).__name__} has not been verified; {_CPU_REMEDY}"
