@@ -171,7 +171,7 @@ def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int
     if experts % num_ranks and config.on_unsupported == "error":
         raise UnsupportedError(
             f"{experts} experts do not divide evenly over {num_ranks} ranks; choose a number of "
-            "ranks that divides them",
+            "ranks that divides them"
         )
 
 

@@ -39,11 +39,7 @@ class Residents:
             self.forget()
 
     def plan(
-        self,
-        loads: NDArray[np.int64],
-        context: PlanContext,
-        source_rank: int,
-        prices: Prices,
+        self, loads: NDArray[np.int64], context: PlanContext, source_rank: int, prices: Prices
     ) -> Plan:
         """Plan the layer's next batch, ``loads`` (R, E) int64; see ``plan_quota``.
 

@@ -82,10 +82,7 @@ def _stand_apart() -> None:
 
 
 def serve(
-    run_dir: Path,
-    settings: SidecarSettings,
-    token: str | None = None,
-    parent: int | None = None,
+    run_dir: Path, settings: SidecarSettings, token: str | None = None, parent: int | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the process ``parent`` is gone.
 

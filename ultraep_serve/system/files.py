@@ -88,11 +88,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def open_regular(
-    path: Path | str,
-    flags: int = os.O_RDONLY,
-    *,
-    directory: int | None = None,
-    links: bool = False,
+    path: Path | str, flags: int = os.O_RDONLY, *, directory: int | None = None, links: bool = False
 ) -> int:
     """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
 

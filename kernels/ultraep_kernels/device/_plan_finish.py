@@ -39,14 +39,7 @@ def finish(
 
 @triton.jit
 def _finish_slots(
-    decision,
-    given,
-    made,
-    found,
-    sender,
-    outcome_ptr,
-    SIZES: tl.constexpr,
-    RELAYS: tl.constexpr,
+    decision, given, made, found, sender, outcome_ptr, SIZES: tl.constexpr, RELAYS: tl.constexpr
 ):
     """What every slot computes, what is copied into it and by whom, and what the host learns."""
     attempts, kept, state_ptr = made

@@ -36,12 +36,8 @@ _SPLIT, _GROWN = tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
-def _add_up(
-    loads,
-    expert_load_ptr,  # (E,) int32, out; -1 where an expert's loads are impossible
-    program,
-    SIZES: tl.constexpr,
-):
+def _add_up(loads, expert_load_ptr, program, SIZES: tl.constexpr):
+    """Store expert_load (E,) int32; -1 where an expert's loads are impossible."""
     columns = program * SIZES.experts_summed + tl.arange(0, SIZES.experts_summed)
     ranks = tl.arange(0, SIZES.block_all_ranks)
     is_expert = columns < SIZES.num_experts
@@ -137,15 +133,8 @@ def _keep(given, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
         else:
             if is_turn:
                 rank_load = split_again(attempts, found, kept, SIZES)
-            decide(
-                busiest(rank_load, speeds_in(attempts, SIZES)),
-                given.gate,
-                attempts,
-                found,
-                kept,
-                state_ptr,
-                SIZES,
-            )
+            time = busiest(rank_load, speeds_in(attempts, SIZES))
+            decide(time, given.gate, attempts, found, kept, state_ptr, SIZES)
             arrive(turns_ptr + _DECIDED)
 
 
@@ -160,18 +149,11 @@ def _is_wanted(decision_ptr, kept, turns_ptr):
 
 
 @triton.jit
-def search(
-    turn,  # of this program, below ``num_searched``
-    given,
-    attempts,
-    found,
-    kept,
-    state_ptr,
-    SIZES: tl.constexpr,
-):
+def search(turn, given, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """A program adds up loads, or makes an attempt; and what comes next, where it is the last.
 
-    Where copies stay one looks after them, and attempts are made where that wants new ones.
+    Where copies stay one looks after them, and attempts are made where that wants new ones. The
+    program's ``turn`` is below ``num_searched``.
     """
     KEEPERS: tl.constexpr = 0 if kept is None else 1
     turns_ptr = attempts.turns

@@ -240,13 +240,7 @@ def _stream_kernel(chunks_ptr, sends, slot_expert_ptr, reach, rank, SIZES: tl.co
 
 @triton.jit(do_not_specialize=["rank", "patience_ns"])
 def _receive_kernel(
-    chunks_ptr,
-    patience_ns: tl.int64,
-    sends,
-    slot_expert_ptr,
-    reach,
-    rank,
-    SIZES: tl.constexpr,
+    chunks_ptr, patience_ns: tl.int64, sends, slot_expert_ptr, reach, rank, SIZES: tl.constexpr
 ):
     program, epoch = take_turn(sends.turns + 2), tl.load(sends.epoch)
     work = Transfers(sends, slot_expert_ptr, reach, rank, chunks_ptr, epoch, patience_ns)

@@ -319,13 +319,7 @@ def _pick_expert(left: Counts, donor: int, num_masters: int, seed: int, step: in
 
 @compiled
 def _pick_target(
-    room: Counts,
-    slots: IntArray,
-    expert: int,
-    excess: int,
-    tight: bool,
-    seed: int,
-    step: int,
+    room: Counts, slots: IntArray, expert: int, excess: int, tight: bool, seed: int, step: int
 ) -> int:
     """A rank with room, a free slot and no copy of ``expert``, -1 if there is none."""
     num_slots = slots.shape[1]

@@ -21,11 +21,7 @@ from ultraep_kernels.host._compile import compiled
 
 
 def write_row(
-    load: NDArray[np.int64],
-    unknown: int,
-    choice: Choice,
-    has_load: bool,
-    doubt: bool = False,
+    load: NDArray[np.int64], unknown: int, choice: Choice, has_load: bool, doubt: bool = False
 ) -> NDArray[np.int64]:
     """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
 

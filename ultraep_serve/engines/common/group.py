@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultraep_serve.balance.agreement import (
-    find_location,
-    require_agreement,
-    unanimous,
-)
+from ultraep_serve.balance.agreement import find_location, require_agreement, unanimous
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.watch import HostBeats, Watch

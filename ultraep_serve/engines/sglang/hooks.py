@@ -117,9 +117,7 @@ class _SchedulerHooks:
 
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
         """Return hooks by target; without balancing only what expert parallelism on CPU needs."""
-        hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
-            LOAD: (self.load, HookType.AROUND),
-        }
+        hooks: dict[str, tuple[Callable[..., Any], HookType]] = {LOAD: (self.load, HookType.AROUND)}
         if is_cpu():
             hooks[COMPUTE] = (self.compute, HookType.AROUND)
         if self._config.policy is not Policy.OFF:

@@ -151,10 +151,7 @@ def balance(
 
 
 def _described(
-    config: BalanceConfig,
-    vllm_config: VllmConfig,
-    layers: Sequence[RoutedExperts],
-    view: TokenView,
+    config: BalanceConfig, vllm_config: VllmConfig, layers: Sequence[RoutedExperts], view: TokenView
 ) -> LoadedLayers[RoutedExperts]:
     """What can be balanced as it is. Raises UnsupportedError for anything else."""
     require_one_number([layer.global_num_experts for layer in layers])
