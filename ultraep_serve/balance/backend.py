@@ -281,7 +281,7 @@ class Backend(ABC):
         ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """
         given = self.setup, self.layers, self.fabric, policies, recorder
-        balancer = self.balancer_class(*given, costs.integer_costs(), samples)
+        balancer: LayerBalancer = self.balancer_class(*given, costs.integer_costs(), samples)
         self._warm_up(balancer, recorder)
         return balancer
 

@@ -29,8 +29,7 @@ _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
 _REASONS_TO_LOSE = (ValueError, TypeError, OverflowError, OSError)
-_FIELDS = ring.HEADER_DTYPE.fields or {}
-_AT = SimpleNamespace(**{name: field[1] for name, field in _FIELDS.items()})
+_AT = SimpleNamespace(**{name: at[1] for name, at in (ring.HEADER_DTYPE.fields or {}).items()})
 _WORD = SimpleNamespace(**{name: offset // 8 for name, offset in vars(_AT).items()})
 _UNHEARD = slice(_AT.unheard, _AT.unheard + ring.UNHEARD_BYTES)
 _SELF_CHECK = slice(_AT.self_check, _AT.self_check + ring.SELF_CHECK_BYTES)

@@ -153,7 +153,7 @@ def _checked_history(history: Integers, shape: ExpertShape) -> Counts:
     return past
 
 
-def _place_off(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+def _place_off(loads: Integers, context: PlanContext, history: Integers) -> Placement:
     alone = PlanContext.of(context.shape, 1)  # nothing can be copied
     return of_plan(plan_quota(loads, alone, 0), context.shape)
 

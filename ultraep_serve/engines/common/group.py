@@ -25,7 +25,6 @@ from ultraep_serve.engines.common.loaded import (
     EngineRank,
     Execution,
     Flow,
-    Layer,
     LoadedLayers,
     MovableLayers,
     movable,
@@ -33,7 +32,7 @@ from ultraep_serve.engines.common.loaded import (
 from ultraep_serve.engines.common.memory import chosen_slot_memory, require_memory
 from ultraep_serve.engines.common.run import meet
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
-from ultraep_serve.engines.common.weights import ExpertWeights
+from ultraep_serve.engines.common.weights import ExpertWeights, Layer
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.proof.samples import Sampled
 from ultraep_serve.system.environment import first_process
