@@ -25,12 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host.relays import relay_parents
 
+from ultraep_lab.imbalance import imbalance
 from ultraep_lab.workloads import drawn_loads
 from ultraep_serve.costs.model import transfer_of
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota, warm_up
 from ultraep_serve.system.files import parse_object, read_text
-from ultraep_serve.types import ExpertShape, Plan, imbalance
+from ultraep_serve.types import ExpertShape, Plan
 
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "one-layer.svg"
 PICTURED, PICTURED_LAYERS = "Qwen3-235B-A22B", 94

@@ -1,18 +1,4 @@
-"""One error tree; every message says which values are valid and what to do next.
-
-UltraEPError
-├── ConfigError       a setting is wrong: fix the flag or the file it names
-├── UnsupportedError  the engine, model or layer cannot be balanced
-│   └── SelfCheckError  this machine does not compute what it should
-├── DeviceError       the GPU's driver refused a call that should have worked
-├── FabricError       ranks could not reach each other
-│   └── PeerTimeoutError  a rank stopped answering: restart the engine
-├── RingError         a rank's ring is missing, damaged or of another version
-├── ControlError      the control page is missing, damaged or of another version
-├── OutputError       a file cannot be written: choose another one
-├── SharedMemoryError another process locks shared memory: end it
-└── NoServerError     no balanced server runs here, or it is not clear which one is meant
-"""
+"""One error tree; every message says which values are valid and what to do next."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -51,7 +37,6 @@ class UnsupportedError(UltraEPError):
         self.problem, self.otherwise = problem, otherwise
 
     def __str__(self) -> str:
-        """The whole message."""
         if not self.otherwise:
             return self.problem
         return self.problem + (", or " if "; " in self.problem else "; ") + self.otherwise

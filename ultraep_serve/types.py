@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-import numpy as np
-from numpy.typing import NDArray
 from ultraep_kernels.contract import Decision, IntArray, Outcome, Plan, Policy, Stage
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "Stage",
     "TokenView",
     "VerificationCheck",
-    "imbalance",
     "parse_speeds",
 ]
 
@@ -77,19 +74,6 @@ class ExpertShape:
     def num_local(self) -> int:
         """Physical experts per rank: L + S, with overlapping micro-batches more slots."""
         return self.num_masters + self.num_slots
-
-
-def imbalance(rank_load: NDArray[np.integer], speeds: NDArray[np.integer] | None = None) -> float:
-    """Max/mean of assignments over ranks, ``rank_load`` (R,); 1.0 is perfect, also when empty.
-
-    With ``speeds`` (R,) of time: the busiest rank's, over what it would be if all ended together.
-    """
-    total = int(rank_load.sum())
-    if not total:
-        return 1.0
-    if speeds is None:
-        return float(rank_load.max()) * rank_load.size / total
-    return float((rank_load / speeds).max()) * int(speeds.sum()) / total
 
 
 def parse_speeds(text: str, words: Sequence[str] = ("auto", "equal")) -> tuple[float, ...]:

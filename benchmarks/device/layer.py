@@ -45,9 +45,10 @@ from tests.support.kernel_checks import (
 )
 from tests.support.reroute_alone import reroute
 from tests.support.virtual_ranks import VirtualRanks
+from ultraep_lab.imbalance import imbalance
 from ultraep_lab.machines import HARDWARE, LINK_SHARE, MODELS, ModelSizes
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
-from ultraep_serve.types import ExpertShape, imbalance
+from ultraep_serve.types import ExpertShape
 
 LINK = "h100"  # whose NVLink is assumed
 DEMO = {"ultraep-demo": ModelSizes(4096, 1536, 32, 4)}  # of UltraEP's examples/train_demo_moe.sh

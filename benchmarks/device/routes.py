@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ultraep_lab.imbalance import imbalance
 from ultraep_lab.workloads import Workload, chances, segments
-from ultraep_serve.types import ExpertShape, imbalance
+from ultraep_serve.types import ExpertShape
 
 
 @dataclass(frozen=True)

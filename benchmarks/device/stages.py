@@ -10,10 +10,11 @@ from routes import Routes, make_routes
 from tests.support.bench import Bench
 from tests.support.kernel_checks import check_count_and_reroute, check_exchange, check_plan
 from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
+from ultraep_lab.imbalance import imbalance
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.types import ExpertShape, Plan, imbalance
+from ultraep_serve.types import ExpertShape, Plan
 
 COPY_BYTES = 4 << 30  # of the buffer that tells the device's own bandwidth
 IMBALANCE = 2.0

@@ -8,6 +8,7 @@ import numpy as np
 
 from ultraep_lab.comparators import PolicyFunction, policy_function, policy_of
 from ultraep_lab.comparators.own import QuotaFunction
+from ultraep_lab.imbalance import imbalance
 from ultraep_lab.integers import Integers, integers
 from ultraep_lab.replay import Replay, compiled_planner, context_of
 from ultraep_lab.replay import replay as _replay
@@ -20,7 +21,7 @@ from ultraep_lab.workloads import make_trace as _make_trace
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.sidecar.status import status
-from ultraep_serve.types import IntArray, imbalance
+from ultraep_serve.types import IntArray
 
 __all__ = [
     "LayerPlan",

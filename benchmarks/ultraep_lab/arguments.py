@@ -13,9 +13,8 @@ from rich.console import Console, RenderableType
 from ultraep_lab.outputs import prepare_output, write_json
 from ultraep_serve.config import SidecarSettings
 from ultraep_serve.errors import ConfigError, NoServerError
-from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.environment import control_token_from_environment
-from ultraep_serve.system.files import read_text
+from ultraep_serve.system.files import checked_token, read_text, read_token
 from ultraep_serve.system.machine import is_here
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.telemetry.run_directory import find_run

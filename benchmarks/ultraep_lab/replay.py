@@ -16,11 +16,12 @@ from ultraep_kernels.host.speeds import whole_speeds
 from ultraep_lab.comparators import PolicyFunction
 from ultraep_lab.comparators.placement import Counts
 from ultraep_lab.errors import PlanError, TraceError
+from ultraep_lab.imbalance import domains_of, imbalance
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.costs.model import IntegerCosts, Transfer, transfer_of
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import warm_up
-from ultraep_serve.types import ExpertShape, imbalance
+from ultraep_serve.types import ExpertShape
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_lab.replay_options import ReplayOptions
@@ -92,7 +93,7 @@ def replay(
     skip = _skipped(trace, options, policies)
     count = _count_batches(trace, options, skip)
     compiled_planner()
-    by_count = context.equally_fast()
+    by_count = PlanContext.of(context.shape, context.domain_size)
     replays = {policy.name: PolicyReplay() for policy in policies}
     result = Replay([], [], [], [], [], [], replays, context, skip)
     functions = {
@@ -246,5 +247,5 @@ def imbalance_floor(loads: NDArray[np.integer], context: PlanContext) -> float:
     rank_load, speeds = context.rank_loads(loads), context.speeds
     if not rank_load.any():
         return 1.0
-    means = [rank_load[domain].sum() / speeds[domain].sum() for domain in context.domains]
+    means = [rank_load[domain].sum() / speeds[domain].sum() for domain in domains_of(context)]
     return float(max(means) / (rank_load.sum() / speeds.sum()))

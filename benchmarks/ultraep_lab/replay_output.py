@@ -33,18 +33,22 @@ def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> 
     }
     if options.domain_size is not None:
         document["floor"] = _spread(result.floor)
-    if not result.context.is_equally_fast:
+    if _speeds_differ(result):
         document["speeds"] = (result.context.speeds / FULL_SPEED).tolist()
         if options.domain_size is not None:
             document["time_floor"] = _spread(result.time_floor)
     return document
 
 
+def _speeds_differ(result: Replay) -> bool:
+    return bool((result.context.speeds != result.context.speeds[0]).any())
+
+
 def _policy(result: Replay, found: PolicyReplay) -> dict[str, Any]:
     seconds = np.percentile(found.plan_seconds, (50, 99))
     total = sum(result.assignments)
     times = {}
-    if not result.context.is_equally_fast:
+    if _speeds_differ(result):
         times = {
             "time_imbalance_before": _spread(result.time_imbalance_before),
             "time_imbalance_after": _spread(found.time_imbalance_after),

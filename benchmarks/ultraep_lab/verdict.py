@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ultraep_lab.replay import Replay
-from ultraep_serve.costs.model import CostModel, transfer_picoseconds
+from ultraep_serve.costs.model import CostModel
 
 SLOT_MEMORY = {"quota": "shared", "staying": "per_layer"}  # of the policies that servers run
 
@@ -61,7 +61,7 @@ def judge(result: Replay, policy: str, costs: CostModel) -> Verdict:
         )
         held = shape.num_masters + found.slots_needed[case]
         work = max(most * integer.per_assignment, shape.num_masters * integer.per_expert_read)
-        moved = transfer_picoseconds(transfer, integer)
+        moved = transfer.busiest_link * integer.per_expert_sent
         gained = work - moved - max(least * integer.per_assignment, held * integer.per_expert_read)
         if stay or transfer.busiest_link:
             spent, saved = spent + moved + integer.plan + integer.exchange, saved + gained + moved

@@ -184,7 +184,8 @@ def test_the_overlay_puts_image_and_setting_into_llm_ds_groups(tmp_path: Path) -
         group = only(built, "LeaderWorkerSet", f"wide-ep-{role}")
         template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
         (container,) = template["spec"]["containers"]
-        assert container["image"] == f"registry.example.com/vllm-ultraep:v{VLLM.newest}"
+        newest = VLLM.releases[-1].replace("*", "0")
+        assert container["image"] == f"registry.example.com/vllm-ultraep:v{newest}"
         found[role] = {entry["name"]: entry["value"] for entry in container["env"]}
     assert {*found["decode"]} == {"DP_SIZE_LOCAL"}
     config = BalanceConfig.from_json(found["prefill"]["ULTRAEP_CONFIG"])

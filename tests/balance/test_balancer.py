@@ -9,6 +9,7 @@ import pytest
 import torch
 from ultraep_kernels.contract import TIME
 
+from tests.support.costs import FREE
 from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import CHUNK_BYTES, GroupSetup
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -64,7 +65,7 @@ class Rig:
     def __init__(
         self,
         view: TokenView = TokenView.SHARED,
-        costs: IntegerCosts | None = None,
+        costs: IntegerCosts = FREE,
         **settings: Any,
     ) -> None:
         self.fabric, self.notes = OtherRanks(), Notes()

@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error says
     "copy cut short": (after_copying(copy_cut_short), f"{_COPIES} 2"),
     "early overwrite": (early_overwrite, f"{_COPIES} 2"),
     "quota off by one": (routing(one_more), _KERNELS + _PLANNED),
-    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slot 0 of layer 0 has other bytes"),
+    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slots of layer 0 have other bytes"),
     "stale scale": (replicating(stale_scale), f"{_COPIES} 2"),
     "never copied": (replicating(never_copied), _COPIES),
     "another layer": (replicating(other_layer), _COPIES),

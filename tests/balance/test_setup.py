@@ -26,7 +26,6 @@ from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.errors import ConfigError, FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.proof.answers import Answers
-from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
@@ -59,7 +58,7 @@ def test_what_leaves_every_load_at_home_is_named(
     config = BalanceConfig(max_imbalance=max_imbalance, speeds=speeds)
     shape, location = ExpertShape(2, 8, slots), Location(0, 2, 2, domain)
     setup = GroupSetup(config, shape, TokenView.OWN, location)
-    said = why_never_balanced(setup, GIVEN, largest)
+    said = setup.why_never_balanced(GIVEN, largest)
     assert says in said
     assert bool(says) == bool(said)
 

@@ -89,7 +89,7 @@ def test_transfer_counts_senders_receivers_and_relays() -> None:
     assert transfer_of(slots, 2) == Transfer(4, 2)
     parents = np.full((4, 2), -1)
     parents[3, 0] = 1 * 2 + 0  # rank 3 gets expert 0 from rank 1's first slot
-    assert transfer_of(slots, 2, parents) == Transfer(3, 2, relayed=True)
+    assert transfer_of(slots, 2, parents) == Transfer(3, 2)
     assert transfer_of(np.full((4, 0), -1, np.int32), 2) == Transfer(0, 0)
 
 
@@ -105,7 +105,7 @@ def test_relays_are_chosen_where_a_hop_costs_less_than_they_save(
     parents = relay_parents(slots, 16, "auto", least_saved(costs))
     direct, found = transfer_of(slots, 16), transfer_of(slots, 16, parents)
     assert direct.busiest_sender == 6
-    assert found == (Transfer(3, 1, relayed=True) if relayed else direct)
+    assert found == (Transfer(3, 1) if relayed else direct)
     assert least_saved(replace(SIMPLE, exposed_fraction=0.0).integer_costs()) > slots.size
 
 

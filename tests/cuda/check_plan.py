@@ -11,10 +11,10 @@ from tests.support.bench import Bench
 from tests.support.cases import cases, few_attempts
 from tests.support.ids import zipf_loads
 from tests.support.interpreter import INTERPRETED
-from tests.support.kernel_checks import check_plan, plan, require_same_plan
+from tests.support.kernel_checks import check_plan, identity_plan, plan, require_same_plan
 from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, ExpertShape
 
 SMALL = [

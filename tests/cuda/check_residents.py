@@ -12,10 +12,9 @@ from ultraep_kernels.device.status import new_status
 from tests.support.bench import Bench
 from tests.support.cases import cases, few_attempts
 from tests.support.interpreter import INTERPRETED
-from tests.support.kernel_checks import require_equal, require_ok, require_same_plan
+from tests.support.kernel_checks import identity_plan, require_equal, require_ok, require_same_plan
 from ultraep_serve.costs.model import IntegerCosts, saved_picoseconds, transfer_of
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import identity_plan
 from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.types import Decision, ExpertShape, Plan
 

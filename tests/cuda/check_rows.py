@@ -14,13 +14,14 @@ from tests.support.cases import cases, few_attempts
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import (
     count_of,
+    identity_plan,
     plan,
     require_equal,
     require_same_plan,
     row_reference,
 )
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 

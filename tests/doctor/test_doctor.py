@@ -204,14 +204,14 @@ def test_layers_have_slots_of_their_own_where_ranks_will_find_memory_for_them(
 ) -> None:
     monkeypatch.setattr(gpus, "nvidia_smi", lambda: seen)
     monkeypatch.setattr("ultraep_serve.doctor.memory.total_memory", lambda: 4 * GIB)
-    subject = Subject(model=model, ranks=RankCount(ranks, 2, 1, 2), micro_batches=micro_batches)
+    subject = Subject(model=model, ranks=RankCount(ranks, 2, 1, 2, micro_batches))
     (found,) = check_memory(subject, 4 * GIB)
     assert ("slots of each layer's own 16.0 MiB" in found.seen) is is_own
 
 
 def test_weights_and_slots_are_weighed_against_memory(model: str) -> None:
     assert checkpoint_bytes(model) == (104 << 20, 3 << 20, 4 << 20)
-    half = Subject(model=model, ranks=RankCount(4, 2, 1, 2), micro_batches=2)
+    half = Subject(model=model, ranks=RankCount(4, 2, 1, 2, 2))
     (found,) = check_memory(half, 4 * GIB)
     assert "slots of each layer's own 32.0 MiB" in found.seen
     half = replace(half, config=BalanceConfig(slot_memory="shared"))

@@ -12,7 +12,7 @@ from ultraep_lab.demo.gates import NUM_HOT, hot_rank, one_thread
 from ultraep_lab.demo.models import SMALL_HIDDEN_SIZE, make_model
 from ultraep_lab.demo.spec import ModelSpec
 from ultraep_lab.demo.text import DOMAINS, sample_text
-from ultraep_serve.types import imbalance
+from ultraep_lab.imbalance import imbalance
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from sglang.srt.utils import kill_process_tree
 
     from ultraep_serve.engines.sglang import hooks, model
-    from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_dispatch
+    from ultraep_serve.engines.sglang.stage import PrefillTokens, SglangFlow, balance_dispatch
 
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
@@ -148,7 +148,7 @@ def hooked(layer: FusedMoE) -> tuple[Any, Noting]:
     """
     own, noting = hooks._SchedulerHooks(BalanceConfig(run_dir="/dev/null")), Noting()
     ended: list[Any] = []
-    own._flow = Flow(own._tokens)
+    own._flow = SglangFlow(own._tokens)
     own._flow.balancer = noting
     own._balanced = SimpleNamespace(
         require_in_place=lambda: None, end_loading=ended.append, ended=ended, num_layers=1

@@ -193,15 +193,15 @@ def test_users_are_told_which_prefill_cuda_graphs_replay(balanced: Any) -> None:
     compilation = config.compilation_config
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     compilation.max_cudagraph_capture_size = 512
-    told = checks.told_of_graphs(config, BalanceConfig())
+    told = checks.note_on_graphs(config, BalanceConfig())
     assert told.startswith("prefill batches of up to 512 tokens on a rank replay CUDA graphs")
     (remedy,) = re.findall(r"--compilation-config '(.*)'", told)
     compilation.cudagraph_mode = CUDAGraphMode[json.loads(remedy)["cudagraph_mode"]]
-    assert not checks.told_of_graphs(config, BalanceConfig())
+    assert not checks.note_on_graphs(config, BalanceConfig())
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     replicas = config.parallel_config.data_parallel_size
     small = BalanceConfig(min_batch_tokens=512 * replicas + 1)
-    assert not checks.told_of_graphs(config, small)  # they are all left alone anyway
+    assert not checks.note_on_graphs(config, small)  # they are all left alone anyway
 
 
 def test_layers_that_share_no_slots_are_refused() -> None:

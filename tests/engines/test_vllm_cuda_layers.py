@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.expert_tensors import is_as_in_checkpoint
     from ultraep_serve.engines.vllm.kernel import with_slots
     from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
-    from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
+    from ultraep_serve.engines.vllm.stage import BalancedStage, VllmFlow
 
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
@@ -69,8 +70,8 @@ class Wrapped:
         return lambda: self.finalize()
 
 
-def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED) -> Flow:
-    made: Any = Flow(view)
+def flow_of(balancer: Noting, view: TokenView = TokenView.SHARED) -> VllmFlow:
+    made: Any = VllmFlow(view)
     made.balancer = balancer
     return made
 
@@ -158,20 +159,20 @@ def worker_of(config: Any, *models: Model) -> Any:
     compilation.static_forward_context.update(zip(names, runners, strict=True))
     described = SimpleNamespace(model="some/model", architectures=["Some"])
     object.__setattr__(config, "model_config", described)
-    return SimpleNamespace(get_model=lambda: models[0])
+    return Mock(get_model=lambda: models[0])
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Layers that are balanced, by name; nobody balances them."""
     found: list[Any] = []
-    monkeypatch.setattr(
-        model,
-        "_balance",
-        lambda config, worker, vllm_config, layers, _: found.extend(
-            own.layer_name for own in layers
-        ),
-    )
+
+    def balance(config: Any, vllm_config: Any, layers: Any, *_: Any) -> Mock:
+        found.extend(own.layer_name for own in layers)
+        return Mock(copies_stay=False)
+
+    monkeypatch.setattr(model, "balance", balance)
+    monkeypatch.setattr(model, "_cache_bytes", lambda _: 0)
     return found
 
 
@@ -267,7 +268,7 @@ def loaded_model(balanced: Any, **options: Any) -> tuple[Loaded, Any]:
     recorded = lambda layer: reload.record_metadata_for_reloading(layer)  # noqa: E731
     layer, config = build(balanced, parallel=parallel, made=recorded, **options)
     weights = ExpertWeights(layer, expert_tensors.expert_parameters(layer))
-    execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    execution = model._Layers(config, VllmFlow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
     with set_current_vllm_config(config):
         execution.give_slots([weights], SHAPE)
     for parameter in weights.parameters:

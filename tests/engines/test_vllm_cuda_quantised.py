@@ -55,7 +55,7 @@ with warnings.catch_warnings():
         one_scale_per_expert,
     )
     from ultraep_serve.engines.vllm import checks, expert_tensors, load, model
-    from ultraep_serve.engines.vllm.stage import Flow
+    from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.support.experts import NUM_EXPERTS
 from tests.support.quantised import SCHEMES, compressed_tensors
@@ -238,7 +238,7 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
     layer, config = build_format(balanced, name)
     checks.check_device_execution(layer, slots=2)
     parameters = expert_tensors.expert_parameters(layer)
-    execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    execution = model._Layers(config, VllmFlow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
     weights, plain = [ExpertWeights(layer, parameters)], layer.quant_method.moe_kernel
     with set_current_vllm_config(config):
         execution.give_slots(weights, SHAPE)

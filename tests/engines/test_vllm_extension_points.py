@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, SHAPE, build, configure
     from ultraep_serve.engines.vllm import checks, expert_tensors, headless, kernel, load, model
-    from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
+    from ultraep_serve.engines.vllm.stage import BalancedStage, VllmFlow
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
@@ -181,7 +181,7 @@ def test_layers_of_any_class_get_the_stage_that_balances(
     checks.check_device_execution(layer, slots=2)
     stage = layer.quant_method.moe_kernel.prepare_finalize
     assert isinstance(stage, mk.FusedMoEPrepareAndFinalizeModular)
-    wrapper = BalancedStage(stage, 0, Flow(TokenView.OWN))
+    wrapper = BalancedStage(stage, 0, VllmFlow(TokenView.OWN))
     layer.quant_method.moe_kernel.impl.prepare_finalize = wrapper
     assert layer.quant_method.moe_kernel.prepare_finalize is wrapper
 

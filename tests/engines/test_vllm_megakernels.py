@@ -37,7 +37,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_megakernel import give_megakernel
     from tests.support.vllm_transports import MEGA
     from ultraep_serve.engines.vllm import checks, expert_tensors, megakernel, model
-    from ultraep_serve.engines.vllm.stage import Flow
+    from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.emulated_gpu.references import flashinfer
 from tests.support.experts import NUM_EXPERTS, Noting
@@ -76,7 +76,7 @@ def built(balanced: Any, **parallel: Any) -> tuple[Any, Any]:
 
 def over(layer: Any, config: Any) -> tuple[Any, ExpertWeights[Any]]:
     parameters = expert_tensors.expert_parameters(layer)
-    execution = model._Layers(config, Flow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    execution = model._Layers(config, VllmFlow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
     return execution, ExpertWeights(layer, parameters)
 
 

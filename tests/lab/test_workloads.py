@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ultraep_lab.errors import TraceError
+from ultraep_lab.imbalance import imbalance
 from ultraep_lab.trace import Trace, batches
 from ultraep_lab.workloads import KINDS, Workload, drawn_loads, make_trace
-from ultraep_serve.types import imbalance
 
 
 def workload(kind: str = "zipf", **changes: object) -> Workload:

@@ -5,10 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from ultraep_lab.imbalance import imbalance
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.quota import identity_plan, plan_quota
-from ultraep_serve.types import ExpertShape, Plan, imbalance
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.types import ExpertShape, Plan
 
 
 def plan_all(loads: np.ndarray, shape: ExpertShape, domain_size: int | None = None) -> Plan:
@@ -43,7 +44,7 @@ def test_all_tokens_on_one_expert() -> None:
 def test_balanced_load_is_left_alone(shape: ExpertShape) -> None:
     loads = np.full((shape.num_ranks, shape.num_logical_experts), 512, np.int32)
     loads[0, 0] += 3  # less than 1/512 of a rank's load
-    assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
+    assert same_plan(plan_all(loads, shape), plan_quota(loads, PlanContext.of(shape, 1), 0))
 
 
 def test_known_plan() -> None:

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from ultraep_lab.imbalance import imbalance
 from ultraep_lab.replay import imbalance_floor
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.types import ExpertShape, imbalance
+from ultraep_serve.types import ExpertShape
 
 Problem = tuple[np.ndarray, PlanContext]
 
@@ -66,7 +67,7 @@ def test_between_floor_and_identity(problem: Problem) -> None:
 @given(problems(), st.integers(1, 1024))
 def test_equal_speeds_change_nothing(problem: Problem, speed: int) -> None:
     loads, context = problem
-    plan = plan_quota(loads, context.equally_fast(), 0)
+    plan = plan_quota(loads, PlanContext.of(context.shape, context.domain_size), 0)
     equal = np.full(context.shape.num_ranks, speed)
     same = plan_quota(loads, replace(context, speeds=equal), 0)
     assert np.array_equal(plan.slot_expert, same.slot_expert)

@@ -6,9 +6,10 @@ from numpy.typing import NDArray
 
 from tests.support.ids import zipf_loads
 from tests.support.real_traces import FOLDER, needs_real_traces
+from ultraep_lab.imbalance import imbalance
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.types import ExpertShape, imbalance
+from ultraep_serve.types import ExpertShape
 
 
 def reached(loads: np.ndarray, num_slots: int) -> float:

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ultraep_kernels.contract import TURN, Prices
 
+from ultraep_lab.imbalance import imbalance
 from ultraep_serve.plan.checks import check_plan, check_slots
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.residents import Residents
-from ultraep_serve.types import ExpertShape, Plan, imbalance
+from ultraep_serve.types import ExpertShape, Plan
 
 FREE = Prices()
 DEAR = Prices(copy=1 << 40)

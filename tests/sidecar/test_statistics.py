@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
+from ultraep_lab.imbalance import imbalance
 from ultraep_serve.sidecar.balance import summarise
 from ultraep_serve.sidecar.figures import mean_floor, rank_speeds
 from ultraep_serve.sidecar.layers import batch_list
@@ -16,7 +17,7 @@ from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
+from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
 

@@ -11,6 +11,7 @@ import ultraep_kernels.host.plan
 from ultraep_kernels.contract import Search
 from ultraep_kernels.device.stream import Programs
 
+from tests.support.costs import FREE
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
@@ -68,7 +69,7 @@ class Setup:
     shape: ExpertShape
     view: TokenView
     config: BalanceConfig = CONFIG
-    costs: IntegerCosts | None = None
+    costs: IntegerCosts = FREE
     is_sampled: bool = False  # on the device
     answers: Answers | None = None  # of samples
 
@@ -138,7 +139,7 @@ def device_rig(
 
 
 def alone(
-    config: BalanceConfig, recorder: FakeRecorder, costs: IntegerCosts | None = None
+    config: BalanceConfig, recorder: FakeRecorder, costs: IntegerCosts = FREE
 ) -> DeviceBalancer:
     """A group of one rank."""
     setup = GroupSetup(config, ExpertShape(1, 8, 1), TokenView.OWN, Location.on_one_host(0, 1))

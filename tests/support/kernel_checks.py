@@ -189,6 +189,11 @@ def row_reference(
     return torch.cat([header, load]) if has_load else header
 
 
+def identity_plan(loads: NDArray[Any], shape: ExpertShape, source_rank: int) -> Plan:
+    """Nothing is copied, as where every rank is a domain."""
+    return plan_quota(loads, PlanContext.of(shape, 1), source_rank)
+
+
 def require_same_plan(found: DevicePlan, expected: Plan) -> None:
     """AssertionError unless slots, quotas and share are the same."""
     for name in ("slot_expert", "quota", "share"):

@@ -16,6 +16,7 @@ from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.device.exchange import inbox_bytes
 from ultraep_kernels.device.stream import Programs
 
+from tests.support.costs import FREE
 from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
@@ -99,7 +100,7 @@ def mirrored_balancer(
     recorder: FakeRecorder,
     patience_ns: int,
     programs: Programs,
-    costs: IntegerCosts | None = None,
+    costs: IntegerCosts = FREE,
 ) -> tuple[DeviceBalancer, DeviceFabric]:
     """Rank 0's, which finds ``rows`` (R, W) int32 of its peers in every exchange.
 

@@ -40,7 +40,7 @@ with warnings.catch_warnings():
 
     from ultraep_serve.config import BalanceConfig
     from ultraep_serve.engines.sglang import checks, hooks, model
-    from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens
+    from ultraep_serve.engines.sglang.stage import PrefillTokens, SglangFlow
 
 HIDDEN, INNER = 256, 128
 SHAPE = ExpertShape(num_ranks=3, num_logical_experts=NUM_EXPERTS, num_replica_slots=2)
@@ -172,7 +172,7 @@ def build_layer(layer_id: int, quant_config: Any = None, **options: Any) -> Fuse
 def layers_of() -> model._Layers:
     """What tells layers of slots and computes them, with no other rank."""
     group: Any = SimpleNamespace()
-    return model._Layers(BalanceConfig(), Flow(PrefillTokens()), group)
+    return model._Layers(BalanceConfig(), SglangFlow(PrefillTokens()), group)
 
 
 def loaded_layer(quant_config: Any = None, **changes: Any) -> FusedMoE:

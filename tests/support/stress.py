@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from tests.support.costs import FREE
 from tests.support.experts import sum_of_experts
 from tests.support.hosts import engine_group, host_path
 from tests.support.ring_files import KeepsNothing
+from ultraep_lab.imbalance import imbalance
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -30,7 +32,7 @@ from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView, imbalance
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 _Choice = TypeVar("_Choice")
 _CHUNK_BYTES = 4096
@@ -235,6 +237,7 @@ class _Runner:
             fabric,
             self._switch if rank == 0 else None,
             self._recorder,  # type: ignore[arg-type]  # no ring: a stand-in keeps what it is told
+            FREE,
         )
 
     def run_batch(self, batch: int) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep_serve import __version__
-from ultraep_serve.balance.backend import CONNECT_FACTOR, GroupSetup
+from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.topology import Location, host_identity, locate
@@ -130,13 +130,3 @@ def find_location(
                 )
     hosts = [each["host"] for each in told]
     return locate(rank, hosts, config.domain_size, told[0]["name"])
-
-
-def wait_for_all(setup: GroupSetup) -> None:
-    """Return when all ranks of all domains have come this far; those of one are connected already.
-
-    Raises PeerTimeoutError when a rank does not come.
-    """
-    group = setup.engine_group
-    if group is not None and setup.location.num_domains > 1:
-        HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))

@@ -20,7 +20,7 @@ from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.memory import HandleKind
 from ultraep_serve.costs.calibration import Probes, agreed_costs
-from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
 from ultraep_serve.errors import ConfigError, UltraEPError, UnsupportedError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
@@ -69,6 +69,37 @@ class GroupSetup:
         """Whose tokens this rank routes; tokens that all ranks see count as rank 0's."""
         return self.location.rank if self.view is TokenView.OWN else 0
 
+    def why_never_balanced(self, costs: CostModel, largest_batch: int | None) -> str:
+        """What keeps every layer at home, whatever its load, and what to do; empty: nothing does.
+
+        ``largest_batch`` in assignments over all ranks; None: the engine sets no bound.
+        """
+        most, domain_size = self.config.max_imbalance, self.location.domain_size
+        if domain_size == 1:
+            return (
+                "every domain has one rank, so there is nowhere to copy experts to; start more "
+                "ranks by one ultraep-serve, or choose a larger --domain-size"
+            )
+        if not self.shape.num_replica_slots:
+            return "without replica slots there is no room for copies; choose --slots 1 or more"
+        if self.speeds is not None:
+            worst = self.speeds.sum() / self.speeds.min()  # all assignments on the slowest rank
+            if most >= worst:
+                return (
+                    f"no load is more uneven than {worst:.3g}, and up to --max-imbalance {most:g} "
+                    "all are left alone; choose less"
+                )
+        if largest_batch is None:
+            return ""
+        loads, one_expert = (largest_batch, -(-largest_batch // domain_size)), Transfer(1, 1)
+        if saved_picoseconds(*loads, self.shape, one_expert, costs.integer_costs()) > 0:
+            return ""
+        return (
+            "by the costs that were measured or given, copying one expert takes longer than it "
+            f"could save in the largest batch, of {largest_batch} assignments; let the engine "
+            "schedule more tokens at once"
+        )
+
     @property
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
@@ -104,7 +135,6 @@ class LayerSlots:
 
     @cached_property
     def bytes_per_expert(self) -> int:
-        """Bytes of one expert in all tensors."""
         return int(self.chunks[:, 3].sum())
 
     @classmethod
@@ -191,6 +221,7 @@ class LayerBalancer(Protocol):
 class Backend(ABC):
     """Makes a balancer. Its methods are called in the order in which they stand here."""
 
+    balancer_class: type[Any]
     fabric: Any  # once connected
 
     def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
@@ -242,18 +273,21 @@ class Backend(ABC):
     def _probes(self, layer: LayerSlots) -> Probes:
         """What costs are measured with, warm."""
 
-    @abstractmethod
     def make_balancer(
-        self,
-        policies: ControlPage | None,
-        recorder: Recorder,
-        costs: CostModel,
-        samples: Any = None,
+        self, policies: ControlPage | None, recorder: Recorder, costs: CostModel, samples: Any
     ) -> LayerBalancer:
         """Return the balancer, warm; all ranks call this. ``policies`` is rank 0's.
 
         ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """
+        given = self.setup, self.layers, self.fabric, policies, recorder
+        balancer: LayerBalancer = self.balancer_class(*given, costs.integer_costs(), samples)
+        self._warm_up(balancer, recorder)
+        return balancer
+
+    def _warm_up(self, balancer: Any, recorder: Recorder) -> None:
+        """Do what is left before the balancer serves."""
+        return
 
 
 def make_backend(device: torch.device, setup: GroupSetup) -> Backend:

@@ -26,14 +26,11 @@ _LEAST_PICOSECONDS = 5 * 10**9  # of a batch, by the cost model; less is mostly 
 class OwnTime:
     """What an assignment takes on this rank."""
 
-    def __init__(self, costs: IntegerCosts | None, num_masters: int) -> None:
-        """``costs``, the same on every rank, say what is fixed; without them nothing is known.
-
-        ``num_masters`` experts per rank.
-        """
+    def __init__(self, costs: IntegerCosts, num_masters: int) -> None:
+        """``costs``, alike on every rank, say what is fixed; each has ``num_masters`` experts."""
         self.picoseconds = 0  # that the last batches show; 0 until there are enough
         self._costs = costs
-        self._fixed = costs.base // costs.per_assignment if costs is not None else 0
+        self._fixed = costs.base // costs.per_assignment
         self._least_load = LEAST_ROWS * num_masters  # that a layer is measured with
         self._batches: deque[int] = deque(maxlen=_BATCHES)
 
@@ -44,8 +41,6 @@ class OwnTime:
         with few rows may run in another kernel, whose times the costs do not describe. A batch
         counts on all ranks or on none, since all know its loads.
         """
-        if self._costs is None:
-            return
         spent = work = shortest = 0
         for took, own, least in zip(nanoseconds, own_load, least_load, strict=True):
             if took and least >= self._least_load:

@@ -12,9 +12,9 @@ import struct
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ultraep_serve.balance.memory import Allocation, HandleKind, MappedMemory, Shareable, create
 from ultraep_serve.balance.slots import SlotPool
@@ -55,17 +55,6 @@ class Rendezvous(Protocol):
 
 
 @dataclass(frozen=True)
-class _Announcement:
-    """What a rank tells the others about its memory."""
-
-    signal_bytes: int
-    region_bytes: list[int]
-    num_slots: int
-    limits: list[int]  # of its fabric
-    device: str = field(compare=False)  # its UUID
-
-
-@dataclass(frozen=True)
 class Domain:
     """Where the memory of a domain's ranks is mapped here, by rank of the domain."""
 
@@ -98,8 +87,7 @@ def map_domain(
     signals = _mapped(pool, memory[:1], undo)
     driver.tensor(signals, memory[0].size).zero_()
     driver.synchronize()  # before anybody can raise a flag in it
-    sizes = [each.size for each in memory]
-    mine = _Announcement(sizes[0], sizes[1:], pool.num_slots, limits, driver.uuid)
+    layout = [[each.size for each in memory], pool.num_slots, limits]  # alike on every rank
     is_seen = rendezvous.kind is HandleKind.FILE_DESCRIPTOR
     own = signals, _mapped(pool, pool.regions, undo), os.getpid() if is_seen else 0
     found = {location.rank: own}
@@ -108,12 +96,12 @@ def map_domain(
         for allocation in memory:
             shareables.append(driver.share(allocation.handle))
             _close_later(shareables[-1], descriptors)
-        others = rendezvous.swap(json.dumps(asdict(mine)).encode(), shareables)
+        others = rendezvous.swap(json.dumps([layout, driver.uuid]).encode(), shareables)
         problem: UltraEPError | None = None
         for rank, handshake in descriptors.enter_context(closing(others)):
             # one after the other: all of them together may be more than a process may open
             try:
-                found[rank] = _map_theirs(pool, mine, rank, handshake, undo)
+                found[rank] = _map_theirs(pool, layout, rank, handshake, undo)
             except UltraEPError as error:
                 problem = error  # others still wait for this rank to come
         if problem is not None:
@@ -123,20 +111,19 @@ def map_domain(
 
 
 def _map_theirs(
-    pool: SlotPool, mine: _Announcement, rank: int, handshake: Handshake, undo: ExitStack
+    pool: SlotPool, layout: list[Any], rank: int, handshake: Handshake, undo: ExitStack
 ) -> tuple[int, int, int]:
     """Addresses of another ``rank``'s signals and pool, and its process; closes descriptors."""
     driver = pool.driver
     with ExitStack() as once_mapped:
         for shareable in handshake.shareables:
             _close_later(shareable, once_mapped)
-        theirs = _Announcement(**json.loads(handshake.layout))
-        if theirs != mine:
+        theirs, device = json.loads(handshake.layout)
+        if theirs != layout:
             raise FabricError(f"rank {rank} laid out its slots unlike this one")
-        driver.require_peer(theirs.device, rank)
+        driver.require_peer(device, rank)
         received = []
-        sizes = [mine.signal_bytes, *mine.region_bytes]
-        for size, shareable in zip(sizes, handshake.shareables, strict=True):
+        for size, shareable in zip(layout[0], handshake.shareables, strict=True):
             received.append(Allocation(driver.receive(shareable), size))
             once_mapped.callback(driver.release, received[-1].handle)
         signals, slots = (_mapped(pool, part, undo) for part in (received[:1], received[1:]))

@@ -28,8 +28,6 @@ _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 
 @dataclass(frozen=True)
 class _TensorLayout:
-    """How one expert tensor lies in memory."""
-
     num_masters: int  # L
     expert_bytes: int  # from one expert to the next; 0 where an expert has no elements
     strides: tuple[int, ...]  # counted in elements
@@ -128,8 +126,11 @@ class SlotPool:
             alias, offset = self._move(index, tensor, layout)
             aliases.append(alias)
             offsets.append(offset)
-            if storages.count(storages[index]) == 1:
-                self._empty(tensor, layout)
+            storage = tensor.untyped_storage()
+            alone = storages.count(storages[index]) == 1 and storage.nbytes() <= layout.master_bytes
+            if alone and storage.resizable():  # no other tensor lives there
+                storage.resize_(0)
+                self.driver.reclaim()
         return aliases, offsets
 
     def _move(
@@ -186,10 +187,3 @@ class SlotPool:
         offset = self.size
         self.regions.append(create(self.driver, size, self._undo))
         return self.regions[-1], offset
-
-    def _empty(self, masters: torch.Tensor, layout: _TensorLayout) -> None:
-        """Give the tensor's memory back, unless other tensors live in the same storage."""
-        storage = masters.untyped_storage()
-        if storage.resizable() and storage.nbytes() <= layout.master_bytes:
-            storage.resize_(0)
-            self.driver.reclaim()

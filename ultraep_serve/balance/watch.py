@@ -26,7 +26,7 @@ from itertools import product
 from torch.distributed.distributed_c10d import Store
 
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.system.terminal import say
+from ultraep_serve.system.refusals import say
 from ultraep_serve.system.topology import Location, PipelineStage, is_process_alive, process_state
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -56,7 +56,6 @@ class HostBeats:
         threading.Thread(target=self._beat, name="ultraep-beats", daemon=True).start()
 
     def stop(self) -> None:
-        """Beat no more."""
         self._stopping.set()
 
     def _beat(self) -> None:
@@ -117,7 +116,7 @@ class Watch:
             if seconds >= _QUIET_SECONDS
         ]
         # vLLM's EngineCore is above its ranks, which live and beat while nobody gives them batches.
-        states = {process: process_state(process)[0] for process in (self._server, os.getppid())}
+        states = {process: process_state(process) for process in (self._server, os.getppid())}
         stopped = [process for process, state in states.items() if state in "Tt"]
         said += [f"the engine's process {process} is stopped" for process in stopped]
         own = {rank: process for rank, process in self.neighbours.items() if process}

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
-from ultraep_serve.system.terminal import printable
 from ultraep_serve.system.versions import installed_engines
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
@@ -85,6 +84,16 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def printable(value: Any) -> Any:
+    """``value`` of JSON, or an error's text, with what a terminal would obey written as escapes."""
+    if isinstance(value, str):
+        parts = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in value)
+        return "".join(parts)
+    if isinstance(value, dict):
+        return {printable(name): printable(part) for name, part in value.items()}
+    return [printable(part) for part in value] if isinstance(value, list) else value
+
+
 def execute(words: list[str]) -> int:
     """Run one command; returns its exit code. Raises UltraEPError with what to do."""
     parser = _make_parser(words[:1])
@@ -101,7 +110,6 @@ def execute(words: list[str]) -> int:
 
 
 def all_commands() -> dict[str, tuple[str, str]]:
-    """Every command, with its module and its help."""
     commands = dict(_COMMANDS)
     for entry in entry_points(group=_OTHERS):
         commands.update(entry.load())

@@ -9,12 +9,11 @@ from typing import Any
 from pydantic import Field
 
 from ultraep_serve import __version__
-from ultraep_serve.cli import Parser, serve
+from ultraep_serve.cli import Parser, printable, serve
 from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import Finding, Status, Subject, diagnose
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.settings import Settings
-from ultraep_serve.system.terminal import printable
 from ultraep_serve.types import Policy
 
 SCHEMA_VERSION = 1
@@ -94,7 +93,6 @@ def _served(command: list[str]) -> Subject:
         config=config,
         ranks=launch.count_ranks(parsed),
         model=parsed.model if is_known and not refusal else None,
-        micro_batches=launch.count_micro_batches(parsed),
         port=parsed.port,
         refusal=refusal,
     )

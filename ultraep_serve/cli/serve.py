@@ -10,7 +10,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher import engine, sglang, vllm
 from ultraep_serve.launcher.engine import EngineCommand
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
-from ultraep_serve.system.terminal import say
+from ultraep_serve.system.refusals import say
 from ultraep_serve.types import Policy
 
 LAUNCHERS: dict[str, Any] = {"vllm": vllm, "sglang": sglang}  # by command

@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ultraep_serve.cli import printable
 from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
-from ultraep_serve.system.terminal import printable
 
 _REFRESH_SECONDS = 1.0
 _BAR_CELLS = 24
@@ -83,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
-    """What shows one status after the other."""
     if flags.as_json:
         yield lambda found: print(json.dumps(found.document, separators=(",", ":")), flush=True)
     elif flags.watch:
@@ -131,7 +130,6 @@ def _state(document: Mapping[str, Any]) -> Text:
 
 
 def _proof(document: Mapping[str, Any]) -> Text:
-    """What the self-check and samples have found."""
     checked, verified = document["self_check"], document["verification"]
     line = {
         "passed": f"self-check passed in {checked['seconds']:.1f} s",
@@ -200,13 +198,10 @@ def _ranks(document: Mapping[str, Any]) -> Table:
         mean = loads["mean"]
         cells: list[RenderableType] = []
         for when, style in (("before", "yellow"), ("after", "green")):
-            cells.append(_bar(loads[when], most, style))
+            bar = round(_BAR_CELLS * loads[when] / most) if most else 0
+            cells.append(Text("█" * bar, style=style))
             cells.append(f"{loads[when] / mean:.2f}" if mean else "")
         cells.append(f"{loads['speed']:.2f}" if differ else "")
         state = "" if rank["alive"] and rank["state"] == "ready" else rank["state"]
         table.add_row(f"{rank['rank']:>4}", *cells, Text(state, style="red"))
     return table
-
-
-def _bar(value: int, most: int, style: str) -> Text:
-    return Text("█" * round(_BAR_CELLS * value / most) if most else "", style=style)

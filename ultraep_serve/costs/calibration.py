@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,13 +15,6 @@ _LOGGER = logging.getLogger(__name__)
 LEAST_ROWS = 96  # of an expert, from which its kernel runs as in a prefill
 _ROWS_PER_MASTER = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS)
 _LARGEST_ERROR = 0.25  # of a line through measurements, above which the log says so
-_MEASURED = (
-    "seconds_per_assignment",
-    "base_seconds",
-    "link_bytes_per_second",
-    "exchange_seconds",
-    "plan_seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -53,32 +46,22 @@ def agreed_costs(
     """
     if configured is not None:
         return configured
-    own = _measure_costs(shape, expert_bytes, probes, run_layer)
-    measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
-    agreed = probes.gather(measured).mean(axis=0)
-    costs = replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
-    before = min(probes.bytes_before_relay, expert_bytes) / costs.link_bytes_per_second
-    return replace(costs, relay_hop_seconds=costs.exchange_seconds + before)
-
-
-def _measure_costs(
-    shape: ExpertShape, expert_bytes: int, probes: Probes, run_layer: Callable[[int], None]
-) -> CostModel:
-    """Time a layer, an expert's transfer, an exchange and a plan.
-
-    The sum over ranks does not grow with one rank's load, but is counted as if it did.
-    """
     sizes = [rows * shape.num_masters for rows in probes.rows_per_master]
     run_layer(sizes[0])
+    # the sum over ranks does not grow with one rank's load, but is counted as if it did
     samples = [(float(size), probes.seconds(partial(run_layer, size))) for size in sizes]
     per_assignment, base = fit(samples)
+    exchange, link = probes.exchange(), expert_bytes / probes.send_expert()
+    own = np.array([per_assignment, base, exchange, link, probes.plan()])
+    per_assignment, base, exchange, link, plan = probes.gather(own).mean(axis=0).tolist()
     return CostModel(
         seconds_per_assignment=per_assignment,
         base_seconds=base,
         bytes_per_expert=expert_bytes,
-        exchange_seconds=probes.exchange(),
-        link_bytes_per_second=expert_bytes / probes.send_expert(),
-        plan_seconds=probes.plan(),
+        exchange_seconds=exchange,
+        link_bytes_per_second=link,
+        plan_seconds=plan,
+        relay_hop_seconds=exchange + min(probes.bytes_before_relay, expert_bytes) / link,
     )
 
 

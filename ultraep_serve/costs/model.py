@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ultraep_kernels.contract import MIN_FAN_OUT_SAVED
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_text
@@ -129,7 +128,6 @@ class Transfer:
 
     busiest_sender: int  # experts sent by one rank
     busiest_receiver: int  # experts received by one rank
-    relayed: bool = False
 
     @property
     def busiest_link(self) -> int:
@@ -145,12 +143,7 @@ def transfer_of(
     ``parents`` (R, S), as planned for relays: -1 the master sends, else the slot that does,
     ``rank * S + slot``.
     """
-    sent, received = experts_moved(slot_expert, num_masters, parents)
-    return Transfer(
-        busiest_sender=max(sent),
-        busiest_receiver=max(received),
-        relayed=parents is not None and bool((parents[slot_expert >= 0] >= 0).any()),
-    )
+    return Transfer(*map(max, experts_moved(slot_expert, num_masters, parents)))
 
 
 def experts_moved(
@@ -181,13 +174,7 @@ def saved_picoseconds(
     held = masters + transfer.busiest_receiver
     unbalanced = max(before * costs.per_assignment, masters * costs.per_expert_read)
     balanced = max(after * costs.per_assignment, held * costs.per_expert_read)
-    return unbalanced - balanced - transfer_picoseconds(transfer, costs)
-
-
-def transfer_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
-    """The exposed transfer of one layer."""
-    moved = transfer.busiest_link * costs.per_expert_sent
-    return moved + (costs.per_relay_hop if transfer.relayed else 0)
+    return unbalanced - balanced - transfer.busiest_link * costs.per_expert_sent
 
 
 def fewest_assignments(
@@ -217,13 +204,8 @@ def expected_percent(shape: ExpertShape) -> int:
     return 100 + max(30, math.isqrt(3466 * twofold // shape.num_masters))
 
 
-def least_saved(costs: IntegerCosts | None) -> int:
-    """How many experts relays must spare the busiest link, to save more than a hop takes.
-
-    This is the published rule's number where no ``costs`` are known.
-    """
-    if costs is None:
-        return MIN_FAN_OUT_SAVED
+def least_saved(costs: IntegerCosts) -> int:
+    """How many experts relays must spare the busiest link, to save more than a hop takes."""
     if costs.per_expert_sent == 0:
         return _MOST_SAVED
     return min(costs.per_relay_hop // costs.per_expert_sent + 1, _MOST_SAVED)

@@ -25,20 +25,17 @@ class Subject:
     config: BalanceConfig = field(default_factory=BalanceConfig)
     ranks: RankCount = _TWO_RANKS
     model: str | None = None  # a directory that holds the checkpoint to be balanced
-    micro_batches: int = 1  # that overlap, each with slots of its own
     port: int | None = None  # of the engine's server
     refusal: str | None = None  # what the launcher says of the command; None: none was given
 
     @property
     def slots_here(self) -> int:
         """Replica slots of all ranks on this host."""
-        return self.config.slots * self.micro_batches * self.ranks.here
+        return self.config.slots * self.ranks.micro_batches * self.ranks.here
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one check."""
-
     name: str
     status: Status
     seen: str
@@ -46,22 +43,18 @@ class Finding:
 
 
 def ok(name: str, seen: str) -> Finding:
-    """Nothing to do."""
     return Finding(name, Status.OK, seen)
 
 
 def warning(name: str, seen: str, remedy: str) -> Finding:
-    """Something to know."""
     return Finding(name, Status.WARNING, seen, remedy)
 
 
 def error(name: str, seen: str, remedy: str) -> Finding:
-    """Something to fix before serving."""
     return Finding(name, Status.ERROR, seen, remedy)
 
 
 def size(num_bytes: float) -> str:
-    """``num_bytes`` for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < _STEP:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

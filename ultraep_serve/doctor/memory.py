@@ -88,7 +88,7 @@ def _is_per_layer(subject: Subject, expert_bytes: int) -> bool:
         return config.slot_memory == "per_layer"
     on_gpu = least_gpu_memory()
     memory = on_gpu or total_memory() // max(1, ranks.here)
-    slots = config.slots * subject.micro_batches
+    slots = config.slots * ranks.micro_batches
     fits = expert_bytes * slots <= memory * MOST_SLOT_PERCENT // 100
     is_quick = not on_gpu or ranks.in_stage <= MOST_RANKS_ON_GPUS
     return fits and is_quick

@@ -147,7 +147,6 @@ def _status(connection: HTTPConnection, path: str) -> int:
 
 
 def _readiness(read: Callable[[], ServerStatus]) -> Finding:
-    """What `ultraep-serve status` says of the ranks."""
     name, found = "balancing", read().document
     shown = "; ".join(f"{rank}: {reason}" for rank, reason in found["reasons"].items())
     if not found["ready"]:

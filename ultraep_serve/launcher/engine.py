@@ -43,6 +43,7 @@ class RankCount(NamedTuple):
     here: int  # ranks on this host
     stages: int  # pipeline stages, which have equally many ranks
     in_stage_here: int  # ranks of one stage on this host
+    micro_batches: int = 1  # that may overlap, each with slots of its own
 
     @property
     def in_stage(self) -> int:
@@ -170,7 +171,7 @@ def check_experts(model: str, engine: str, config: BalanceConfig, num_ranks: int
     if experts % num_ranks and config.on_unsupported == "error":
         raise UnsupportedError(
             f"{experts} experts do not divide evenly over {num_ranks} ranks; choose a number of "
-            "ranks that divides them",
+            "ranks that divides them"
         )
 
 

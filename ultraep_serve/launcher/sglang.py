@@ -9,21 +9,8 @@ from typing import Any
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
+from ultraep_serve.launcher import engine
 from ultraep_serve.launcher.cores import cores_of_ranks
-from ultraep_serve.launcher.engine import (
-    NO_LORA,
-    EngineCommand,
-    RankCount,
-    Requirement,
-    allocator,
-    check_cpu_experts,
-    check_experts,
-    check_model,
-    check_plugin,
-    rank_count,
-    require_large_batches,
-    unmet,
-)
 from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.versions import require_fit_packages
 from ultraep_serve.types import Policy
@@ -40,7 +27,7 @@ _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 
 def engine_command(
     parsed: argparse.Namespace, flags: list[str], config: BalanceConfig
-) -> EngineCommand:
+) -> engine.EngineCommand:
     """Command and environment that serve with SGLang's ``flags``, as ``parsed``, and ``config``.
 
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
@@ -54,7 +41,7 @@ def engine_command(
         environment["HF_HUB_OFFLINE"] = "1"
     more = _cpu_flags(parsed) if on_cpu else _gpu_flags(parsed, config.policy)
     program = [sys.executable, "-m", "sglang.launch_server"]
-    return EngineCommand(
+    return engine.EngineCommand(
         arguments=[*program, *flags, *more],
         environment=child_environment(config.to_json(), environment),
         address=(parsed.host, parsed.port),  # hosts without a server answer there too
@@ -68,33 +55,28 @@ def _check(parsed: argparse.Namespace, config: BalanceConfig, on_cpu: bool) -> N
             f"SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
             "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
         )
-    check_model(parsed.model)
+    engine.check_model(parsed.model)
     if on_cpu and parsed.ep_size > 1:
-        check_cpu_experts(parsed.model, parsed.quantization, "a GPU")
+        engine.check_cpu_experts(parsed.model, parsed.quantization, "a GPU")
     if config.policy is Policy.OFF:
         return
-    check_plugin("sglang")
-    check_experts(parsed.model, "SGLang", config, count_ranks(parsed).total)
+    engine.check_plugin("sglang")
+    engine.check_experts(parsed.model, "SGLang", config, count_ranks(parsed).total)
     if problem := wrong_sizes(parsed):
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
-    lora = ("lora_paths", None, f"{NO_LORA} and --lora-paths")
-    problem = unmet(parsed, [*ANYWHERE, *(ON_CPU if on_cpu else ()), lora])
+    lora = ("lora_paths", None, f"{engine.NO_LORA} and --lora-paths")
+    problem = engine.unmet(parsed, [*ANYWHERE, *(ON_CPU if on_cpu else ()), lora])
     if config.on_unsupported == "error":
         if problem:
             raise UnsupportedError(problem, otherwise=POLICY_OFF)
         chunk = parsed.chunked_prefill_size or 0
         if chunk > 0 and not parsed.enable_mixed_chunk:  # which adds tokens of decode
-            require_large_batches(config, chunk)  # of all ranks, with --attn-dp-size too
+            engine.require_large_batches(config, chunk)  # of all ranks, with --attn-dp-size too
 
 
-def count_ranks(parsed: argparse.Namespace) -> RankCount:
+def count_ranks(parsed: argparse.Namespace) -> engine.RankCount:
     """The ranks that ``parsed`` flags ask for, and those this host gets, as SGLang divides them."""
-    return rank_count(parsed.tp_size, parsed.nnodes)
-
-
-def count_micro_batches(parsed: argparse.Namespace) -> int:
-    """How many may overlap: with balancing, one."""
-    return 1
+    return engine.rank_count(parsed.tp_size, parsed.nnodes)
 
 
 def wrong_sizes(settings: Any) -> str | None:
@@ -113,7 +95,7 @@ def wrong_sizes(settings: Any) -> str | None:
 
 
 # Of SGLang's settings, as flags give them and as it resolves them, wherever it computes.
-ANYWHERE: tuple[Requirement, ...] = (
+ANYWHERE: tuple[engine.Requirement, ...] = (
     (
         "ep_dispatch_algorithm",
         lambda name: name != "lp",
@@ -123,7 +105,7 @@ ANYWHERE: tuple[Requirement, ...] = (
     ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
     ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
     ("init_expert_location", "trivial", "--init-expert-location must be trivial"),
-    ("enable_lora", (None, False), NO_LORA),
+    ("enable_lora", (None, False), engine.NO_LORA),
     (
         "enable_two_batch_overlap",
         False,
@@ -155,7 +137,7 @@ ANYWHERE: tuple[Requirement, ...] = (
 )
 
 
-ON_CPU: tuple[Requirement, ...] = (
+ON_CPU: tuple[engine.Requirement, ...] = (
     ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
     ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
 )
@@ -203,7 +185,7 @@ def _on_cpu(parsed: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
 
     SGLang binds each rank to a NUMA node, and does not start more ranks than there are.
     """
-    environment = {**allocator(), "SGLANG_USE_CPU_ENGINE": "1"}
+    environment = {**engine.allocator(), "SGLANG_USE_CPU_ENGINE": "1"}
     said = []
     if cores := cores_of_ranks(count_ranks(parsed).here * parsed.dp_size):
         environment[_CORES] = "|".join(",".join(map(str, cpus)) for cpus in cores)

@@ -7,21 +7,8 @@ import sys
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
+from ultraep_serve.launcher import engine
 from ultraep_serve.launcher.cores import cores_of_ranks
-from ultraep_serve.launcher.engine import (
-    NO_LORA,
-    EngineCommand,
-    RankCount,
-    Requirement,
-    allocator,
-    check_cpu_experts,
-    check_experts,
-    check_model,
-    check_plugin,
-    rank_count,
-    require_large_batches,
-    unmet,
-)
 from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.environment import child_environment, engine_variable
 from ultraep_serve.system.machine import available_memory, has_amx
@@ -38,7 +25,7 @@ _CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 def engine_command(
     parsed: argparse.Namespace, flags: list[str], config: BalanceConfig
-) -> EngineCommand:
+) -> engine.EngineCommand:
     """Command and environment that serve with vLLM's own ``flags``, as ``parsed``, and ``config``.
 
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
@@ -54,7 +41,7 @@ def engine_command(
         environment["HF_HUB_OFFLINE"] = "1"
     program = _HEADLESS if parsed.headless else "vllm.entrypoints.openai.api_server"
     own = [*flags, *more, _ADDITIONAL, _setting(parsed, flags, config)]
-    return EngineCommand(
+    return engine.EngineCommand(
         arguments=[sys.executable, "-m", program, *own],
         environment=child_environment(None, environment),
         address=None if parsed.headless else (parsed.host or "0.0.0.0", parsed.port),
@@ -62,7 +49,7 @@ def engine_command(
     )
 
 
-def _check(parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) -> None:
+def _check(parsed: argparse.Namespace, ranks: engine.RankCount, config: BalanceConfig) -> None:
     if parsed.data_parallel_multi_port_external_lb:
         raise UnsupportedError(
             "with --data-parallel-multi-port-external-lb every rank has a server and a port of its "
@@ -70,29 +57,29 @@ def _check(parsed: argparse.Namespace, ranks: RankCount, config: BalanceConfig) 
             """--additional-config '{"ultraep": {"sidecar": {}}}'""",
             otherwise="",
         )
-    check_model(parsed.model)
+    engine.check_model(parsed.model)
     if _is_cpu_build() and parsed.enable_expert_parallel:
         if parsed.enable_lora:
-            raise UnsupportedError(NO_LORA, otherwise="")
+            raise UnsupportedError(engine.NO_LORA, otherwise="")
         if parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
             raise UnsupportedError(
                 "tensor and data parallelism together are not there yet on CPU; use one of them",
                 otherwise="",
             )
         if not has_amx():
-            check_cpu_experts(parsed.model, parsed.quantization, "a CPU with AMX")
+            engine.check_cpu_experts(parsed.model, parsed.quantization, "a CPU with AMX")
     if config.policy is Policy.OFF:
         return
-    check_plugin("vllm")
-    check_experts(parsed.model, "vLLM", config, ranks.in_stage)
+    engine.check_plugin("vllm")
+    engine.check_experts(parsed.model, "vLLM", config, ranks.in_stage)
     if problem := wrong_ranks(ranks.in_stage, parsed.enable_expert_parallel):
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
     if config.on_unsupported == "error":
-        if problem := unmet(parsed, _CONFLICTS):
+        if problem := engine.unmet(parsed, _CONFLICTS):
             raise UnsupportedError(problem, otherwise=POLICY_OFF)
         if parsed.max_num_batched_tokens:
             most = parsed.max_num_batched_tokens * parsed.data_parallel_size
-            require_large_batches(config, most)
+            engine.require_large_batches(config, most)
 
 
 def _setting(parsed: argparse.Namespace, flags: list[str], config: BalanceConfig) -> str:
@@ -111,7 +98,7 @@ def _setting(parsed: argparse.Namespace, flags: list[str], config: BalanceConfig
     return json.dumps({**given, SETTING: own})
 
 
-def count_ranks(parsed: argparse.Namespace) -> RankCount:
+def count_ranks(parsed: argparse.Namespace) -> engine.RankCount:
     """The ranks that ``parsed`` flags ask for, and those this host gets, as vLLM divides them.
 
     Ranks of a pipeline stage follow each other in each data-parallel replica.
@@ -122,14 +109,11 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
         here = size
     elif parsed.data_parallel_size_local is not None:
         here = size * parsed.data_parallel_size_local
-    found = rank_count(tensor, parsed.nnodes, stages, replicas, here)
+    found = engine.rank_count(tensor, parsed.nnodes, stages, replicas, here)
+    overlapping = 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)  # ``num_ubatches``
     is_part = found.here < size  # of a replica, whose stages are on other hosts
-    return found._replace(in_stage_here=min(tensor, found.here)) if is_part else found
-
-
-def count_micro_batches(parsed: argparse.Namespace) -> int:
-    """How many may overlap, each with slots of its own: vLLM's ``num_ubatches``."""
-    return 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)
+    in_stage_here = min(tensor, found.here) if is_part else found.in_stage_here
+    return found._replace(in_stage_here=in_stage_here, micro_batches=overlapping)
 
 
 def wrong_ranks(num_ranks: int, expert_parallel: bool) -> str | None:
@@ -148,9 +132,9 @@ def wrong_ranks(num_ranks: int, expert_parallel: bool) -> str | None:
 
 
 # What the adapter refuses of vLLM's configuration and layers, by the flags that lead to it.
-_CONFLICTS: tuple[Requirement, ...] = (
+_CONFLICTS: tuple[engine.Requirement, ...] = (
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
-    ("enable_lora", (None, False), NO_LORA),
+    ("enable_lora", (None, False), engine.NO_LORA),
     ("expert_placement_strategy", "linear", "use --expert-placement-strategy linear"),
 )
 
@@ -163,7 +147,7 @@ def _on_cpu(
     vLLM binds each rank to a NUMA node, and takes most of that node's memory for its KV cache.
     Where there are more ranks than nodes it starts with neither.
     """
-    environment = allocator()
+    environment = engine.allocator()
     cores = cores_of_ranks(num_ranks)
     if not cores:
         return [], environment, []

@@ -1,11 +1,10 @@
-"""What must hold for every plan, checked in plain numpy; for tests and for replayed traces."""
+"""What must hold for every plan, checked in plain numpy: in the self-check, and in the lab."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import copies_of
-from ultraep_serve.types import IntArray
+from ultraep_serve.types import ExpertShape, IntArray
 
 Integers = NDArray[np.integer]
 
@@ -71,6 +70,22 @@ def check_home_first(loads: Integers, quota: IntArray, shares: IntArray) -> None
     _require(
         np.array_equal(home, np.minimum(loads, quota.T)), "tokens stay home where quota allows"
     )
+
+
+def master_copies(shape: ExpertShape) -> IntArray:
+    """Every expert on its master and nowhere else, (E, R)."""
+    copies = np.zeros((shape.num_logical_experts, shape.num_ranks), np.int32)
+    experts = np.arange(shape.num_logical_experts)
+    copies[experts, experts // shape.num_masters] = 1
+    return copies
+
+
+def copies_of(slot_expert: IntArray, shape: ExpertShape) -> IntArray:
+    """Masters and what is in ``slot_expert`` (R, slots), -1 empty: copies (E, R)."""
+    copies = master_copies(shape)
+    ranks, slots = np.nonzero(slot_expert >= 0)
+    copies[slot_expert[ranks, slots], ranks] = 1
+    return copies
 
 
 def _require(holds: bool | np.bool_, rule: str) -> None:

@@ -52,21 +52,6 @@ class PlanContext:
         size = shape.num_ranks if domain_size is None else domain_size
         return cls(shape, size, full_speeds(shape.num_ranks) if speeds is None else speeds)
 
-    def equally_fast(self) -> "PlanContext":
-        """The same sizes and domains, as if all ranks were equally fast."""
-        return PlanContext.of(self.shape, self.domain_size)
-
-    @property
-    def is_equally_fast(self) -> bool:
-        """Whether all ranks have the same speed."""
-        return bool((self.speeds == self.speeds[0]).all())
-
-    @property
-    def domains(self) -> list[slice]:
-        """The ranks of each domain; the last may be smaller."""
-        ranks, size = self.shape.num_ranks, self.domain_size
-        return [slice(first, min(first + size, ranks)) for first in range(0, ranks, size)]
-
     def rank_loads(self, loads: Integers) -> NDArray[np.int64]:
         """Assignments (R,) of ``loads`` (R, E) with every expert on its master."""
         total: NDArray[np.int64] = loads.sum(0, dtype=np.int64)

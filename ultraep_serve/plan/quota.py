@@ -21,14 +21,14 @@ def plan_quota(loads: NDArray[np.integer], context: PlanContext, source_rank: in
     ``source_rank``. Raises ValueError where ``loads`` are negative, too large or of another shape,
     or there is no such rank.
     """
-    counts, slots = _checked(loads, context.shape, source_rank), context.shape.num_replica_slots
+    expected = context.shape.num_ranks, context.shape.num_logical_experts
+    if loads.shape != expected or not np.issubdtype(loads.dtype, np.integer):
+        raise ValueError(f"loads is {loads.dtype} {loads.shape}, must be integers {expected}")
+    if not 0 <= source_rank < expected[0]:
+        raise ValueError(f"{source_rank = } must be in [0, {expected[0]})")
+    counts = np.asarray(loads, np.int64)  # rows may be apart: a copy can cost more than a plan
+    slots = context.shape.num_replica_slots
     return kernel.plan(counts, slots, source_rank, context.domain_size, context.speeds)
-
-
-def identity_plan(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> Plan:
-    """Every expert on its master, no replicas; errors as of ``plan_quota``."""
-    counts = _checked(loads, shape, source_rank)
-    return kernel.identity_plan(counts, shape.num_replica_slots, source_rank)
 
 
 def warm_up(shape: ExpertShape) -> None:
@@ -41,12 +41,3 @@ def warm_up(shape: ExpertShape) -> None:
     plan_quota(loads, PlanContext.of(shape), source_rank=0)
     plan_quota(loads.copy(), PlanContext.of(shape), source_rank=0)
     Residents(shape, layer=0).plan(loads, PlanContext.of(shape), 0, Prices())
-
-
-def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> NDArray[np.int64]:
-    expected = (shape.num_ranks, shape.num_logical_experts)
-    if loads.shape != expected or not np.issubdtype(loads.dtype, np.integer):
-        raise ValueError(f"loads is {loads.dtype} {loads.shape}, must be integers {expected}")
-    if not 0 <= source_rank < shape.num_ranks:
-        raise ValueError(f"{source_rank = } must be in [0, {shape.num_ranks})")
-    return np.asarray(loads, dtype=np.int64)  # rows may be apart: a copy can cost more than a plan

@@ -39,11 +39,7 @@ class Residents:
             self.forget()
 
     def plan(
-        self,
-        loads: NDArray[np.int64],
-        context: PlanContext,
-        source_rank: int,
-        prices: Prices,
+        self, loads: NDArray[np.int64], context: PlanContext, source_rank: int, prices: Prices
     ) -> Plan:
         """Plan the layer's next batch, ``loads`` (R, E) int64; see ``plan_quota``.
 
@@ -69,10 +65,8 @@ class Residents:
         self.slot_expert[is_new] = plan.copied[is_new]
 
 
-def prices_of(costs: IntegerCosts | None, shape: ExpertShape) -> Prices:
-    """What copies and reading cost beside computing; without ``costs`` nothing."""
-    if costs is None:
-        return Prices()
+def prices_of(costs: IntegerCosts, shape: ExpertShape) -> Prices:
+    """What copies and reading cost beside computing."""
     held = shape.num_masters + shape.num_replica_slots
     beside = costs.per_expert_sent, held * costs.per_expert_read
     return Prices(*(min(each * FULL_SPEED // costs.per_assignment, _MOST) for each in beside))

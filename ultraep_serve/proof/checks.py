@@ -39,8 +39,6 @@ class Found:
 
 @dataclass(frozen=True)
 class LayerChecks:
-    """The checks of one rank."""
-
     shape: ExpertShape
     rank: int
     view: TokenView

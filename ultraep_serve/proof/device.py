@@ -33,7 +33,6 @@ from ultraep_kernels.device.status import new_status
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
-from ultraep_serve.balance.cuda.balancer import LayerSamples
 from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.timing import new_mark
@@ -97,13 +96,7 @@ def stages_of(backend: DeviceBackend) -> Stages:
         stream.receive(chunks, fabric.patience_ns)
         fabric.require_peers()
 
-    def of_experts(layer: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-        on_device = torch.from_numpy(wanted.astype(np.int32)).to(device)
-        return checksums(layers[layer].tensors, on_device).cpu().numpy()
-
-    return Stages(
-        fabric.rank, layers, fabric.gathered, counted, route, replicate, checksums=of_experts
-    )
+    return Stages(fabric.rank, layers, fabric.gathered, counted, route, replicate, checksums)
 
 
 @dataclass
@@ -120,7 +113,7 @@ class _Checked:
     page: torch.Tensor | None = None  # verdicts (R, C + 1) int32 in host memory
 
 
-class DeviceSamples(Samples, LayerSamples):
+class DeviceSamples(Samples):
     """Checks one layer of so many; all ranks make and call it alike."""
 
     def __init__(

@@ -24,7 +24,6 @@ from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.backend import HostBackend
-from ultraep_serve.balance.host.balancer import LayerSamples
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -54,9 +53,6 @@ def stages_of(backend: HostBackend) -> Stages:
         fabric.stream(layers[layer], slot_expert, parents, masters)
         fabric.wait_slots(layers[layer], slot_expert)
 
-    def of_experts(layer: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return checksums(layers[layer].tensors, torch.from_numpy(wanted)).numpy()
-
     return Stages(
         rank=fabric.rank,
         layers=layers,
@@ -64,11 +60,11 @@ def stages_of(backend: HostBackend) -> Stages:
         count=lambda ids: count(ids, shape.num_logical_experts)[0],
         route=route,
         replicate=replicate,
-        checksums=of_experts,
+        checksums=checksums,
     )
 
 
-class HostSamples(Samples, LayerSamples):
+class HostSamples(Samples):
     """Checks one layer of so many; all ranks make and call it alike."""
 
     def __init__(
@@ -136,7 +132,7 @@ class HostSamples(Samples, LayerSamples):
                 if is_wrong:
                     self._raise(VerificationCheck.ANSWERS, sample.layer)
 
-    def cannot_reroute(self, layer: int, error: ValueError) -> None:
+    def cannot_reroute(self, layer: int) -> None:
         """The layer's plan has fewer places than this rank's tokens, which stay at home."""
         self._raise(VerificationCheck.ASSIGNMENTS, layer)
 

@@ -46,8 +46,6 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Sample:
-    """One layer of one batch that is checked."""
-
     layer: int
     with_answers: bool
 

@@ -27,7 +27,8 @@ from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.proof.answers import AnswerCheck, Answers, largest_difference
-from ultraep_serve.types import CheckResult, IntArray
+from ultraep_serve.proof.checks import Checksums, Found, LayerChecks
+from ultraep_serve.types import CheckResult, Decision, IntArray, TokenView
 
 _LOADS = 32
 _TOKENS = 256  # of a rank
@@ -54,8 +55,7 @@ class Stages:
     # layer, slot_expert (R, S), whether by relays if plans may have any here; returns when they are
     # filled
     replicate: Callable[[int, IntArray, bool], None]
-    # layer, which of this rank's experts (L + S,) bool -> their checksums, 0 of the others
-    checksums: Callable[[int, NDArray[np.bool_]], NDArray[np.int64]]
+    checksums: Checksums  # of experts where they live
 
 
 def run_self_check(
@@ -88,6 +88,7 @@ class _SelfCheck:
     def __init__(self, context: PlanContext, stages: Stages, answers: Answers | None) -> None:
         self.results: list[CheckResult] = []
         self._context, self._shape, self._stages = context, context.shape, stages
+        self._checks = LayerChecks(self._shape, stages.rank, TokenView.OWN, stages.checksums)
         experts = self._shape.num_logical_experts
         self._answers = None if answers is None else AnswerCheck(self._shape, answers, experts)
         self._warning = ""
@@ -176,35 +177,20 @@ class _SelfCheck:
 
     def _wrong_slots(self, layer: int, slot_expert: IntArray, by_relays: bool) -> list[_Wrong]:
         """Fill slots; what of this rank's has other bytes than its master, at once or later."""
-        masters, filled = self._shape.num_masters, slot_expert[self._stages.rank] >= 0
-        expected = self._expected(layer, slot_expert)
-        for tensor in self._stages.layers[layer].tensors:
-            expert_bytes(tensor)[masters:].fill_(_POISON)
+        tensors = self._stages.layers[layer].tensors
+        slots, none = torch.from_numpy(slot_expert), torch.zeros((1, 1), dtype=torch.int32)
+        parts = (torch.tensor(Decision.PLANNED.value), slots, none, none, none[0])
+        found = Found(*(part.to(tensors[0].device) for part in parts))
+        told = self._stages.gather(self._checks.told(tensors, found).cpu().numpy())
+        expected = self._checks.expected(torch.from_numpy(told)).item()
+        for tensor in tensors:
+            expert_bytes(tensor)[self._shape.num_masters :].fill_(_POISON)
         self._stages.replicate(layer, slot_expert, by_relays)
-        wrong = self._held(layer) != expected
+        at_once = self._checks.sum_of_slots(tensors, found).item()
         self._stages.gather(np.zeros(1, np.int64))  # by then all others have looked too
-        wrong = filled & (wrong | (self._held(layer) != expected))
-        if not wrong.any():
+        if {at_once, self._checks.sum_of_slots(tensors, found).item()} == {expected}:
             return []
-        slot = int(wrong.argmax())
-        expert = slot_expert[self._stages.rank, slot]
-        return [_Wrong(f"slot {slot} of layer {layer} has other bytes than expert {expert}")]
-
-    def _expected(self, layer: int, slot_expert: IntArray) -> NDArray[np.int64]:
-        """Checksums of this rank's slots (S,), as the masters' owners say."""
-        masters, rank = self._shape.num_masters, self._stages.rank
-        is_owned, local = slot_expert // masters == rank, slot_expert % masters
-        wanted = np.zeros(self._shape.num_local, np.bool_)
-        wanted[local[is_owned]] = True
-        owned = np.where(is_owned, self._stages.checksums(layer, wanted)[local], 0)
-        everybody = self._stages.gather(owned.reshape(-1)).reshape(-1, *slot_expert.shape)
-        expected: NDArray[np.int64] = everybody.sum(axis=0)[rank]
-        return expected
-
-    def _held(self, layer: int) -> NDArray[np.int64]:
-        """Checksums (S,) of what this rank's slots hold."""
-        is_slot = np.arange(self._shape.num_local) >= self._shape.num_masters
-        return self._stages.checksums(layer, is_slot)[is_slot]
+        return [_Wrong(f"slots of layer {layer} have other bytes than their masters")]
 
 
 def _patterns(context: PlanContext) -> Iterator[tuple[IntArray, bool]]:

@@ -102,9 +102,10 @@ class TimedHeads(H11Protocol):
         """Make room for the connection, and begin to wait for its first head."""
         super().connection_made(transport)
         self._await_head()
-        waiting = [(one._limit.when(), one) for one in self._all() if one._limit is not None]
+        connections: set[TimedHeads] = self.connections  # type: ignore[assignment]
+        waiting = {one: one._limit.when() for one in connections if one._limit is not None}
         if len(waiting) > _MAX_WAITING:
-            min(waiting, key=lambda pair: pair[0])[1]._close()
+            min(waiting, key=waiting.__getitem__)._close()
 
     def data_received(self, data: bytes) -> None:
         """Read a part of a head or of a body."""
@@ -138,9 +139,6 @@ class TimedHeads(H11Protocol):
     def _close(self) -> None:
         self._stop_waiting()
         self.transport.abort()  # close() would wait for a client that reads nothing
-
-    def _all(self) -> set["TimedHeads"]:
-        return self.connections  # type: ignore[return-value]
 
 
 def server_settings(app: ASGIApp) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _LOGGER = logging.getLogger("ultraep_serve.sidecar")
 _POLL_SECONDS = 0.5
 _MAX_THREADS = 8
 _MAX_REASONS = 4  # in a line of the log
+_FILES = Path(__file__).with_name("static")  # the page
 _DESCRIPTION = """
 How the ranks of one server balance their load, and control over the policy in force.
 
@@ -61,7 +62,8 @@ def create_app(run_dir: Path, token: str | None, allowed_hosts: tuple[str, ...] 
     ):
         app.include_router(router)
     app.add_middleware(Guard, token=token, names=allowed_hosts)
-    _add_pages(app)
+    app.mount("/static", StaticFiles(directory=_FILES), name="static")
+    app.add_api_route("/", lambda: FileResponse(_FILES / "index.html"), include_in_schema=False)
     app.add_exception_handler(NoRunError, _no_run)
     app.add_exception_handler(ControlError, _conflict)
     app.add_exception_handler(RequestValidationError, _wrong_values)
@@ -118,37 +120,23 @@ class StateLog:
 
     def update(self, run: Run) -> None:
         """Compare with the last update."""
-        state = run.unbalanced, run.ready
+        state = run.unbalanced, run.readiness.ready
         # A reason in other words is no change, nor is one of several ranks that becomes ready.
-        if state != self._state or (not run.ready and run.problems.keys() - self._problems.keys()):
+        if state != self._state or (not state[1] and run.problems.keys() - self._problems.keys()):
             _log_readiness(run)
         self._state, self._problems = state, run.problems
         if run.policy is not self._policy:
             self._policy = run.policy
-            name = run.policy.value if run.policy else None
-            shown = name or "not known yet"
-            fields = {"event": "policy", "policy": name}
-            _LOGGER.info("policy is %s", shown, extra={"fields": fields})
+            _LOGGER.info("policy is %s", run.policy.value if run.policy else "not known yet")
 
 
 def _log_readiness(run: Run) -> None:
-    fields = {"fields": {"event": "state", "ready": run.ready, "reasons": run.problems}}
-    if run.unbalanced:
-        _LOGGER.warning("%s", run.reasons["run"], extra=fields)
-        return
-    if run.ready:
-        _LOGGER.info("every rank is ready", extra=fields)
-        return
     reasons = [f"{rank}: {reason}" for rank, reason in run.problems.items()]
     if len(reasons) > _MAX_REASONS:
         reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
-    _LOGGER.warning("not ready: %s", "; ".join(reasons), extra=fields)
-
-
-_FILES = Path(__file__).with_name("static")
-
-
-def _add_pages(app: FastAPI) -> None:
-    """Serve the page at ``/``."""
-    app.mount("/static", StaticFiles(directory=_FILES), name="static")
-    app.add_api_route("/", lambda: FileResponse(_FILES / "index.html"), include_in_schema=False)
+    if run.unbalanced:
+        _LOGGER.warning("%s", run.readiness.reasons["run"])
+    elif not run.problems:
+        _LOGGER.info("every rank is ready")
+    else:
+        _LOGGER.warning("not ready: %s", "; ".join(reasons))

@@ -163,10 +163,7 @@ class DecisionNames(NamedTuple):
     reason: str
 
 
-_DONE = {
-    Decision.PLANNED: ("planned", "imbalanced"),
-    Decision.FORCED: ("forced", "measuring"),
-}
+_DONE = {Decision.PLANNED: ("planned", "imbalanced"), Decision.FORCED: ("forced", "measuring")}
 
 
 def decision_names(decision: Decision) -> DecisionNames:

@@ -52,9 +52,7 @@ class StoreCollector(Collector):
         if run.unbalanced:
             return
         yield _gauge(
-            "ready",
-            "1 when every rank of this host is alive and ready, else 0.",
-            not run.problems,
+            "ready", "1 when every rank of this host is alive and ready, else 0.", not run.problems
         )
         if run.readable is None:
             return

@@ -148,8 +148,8 @@ def control_routes(store: RunStore, run_dir: Path) -> APIRouter:
 
 def _page(store: RunStore, run_dir: Path) -> ControlPage:
     """The control page, which ranks read on the host of rank 0 only. Raises ControlError."""
-    location = store.poll().location  # records from before the change are counted before it
-    if location is not None and location.host.start > 0:
+    run = store.poll().readable  # records from before the change are counted before it
+    if run is not None and (location := run.header.location).host.start > 0:
         raise ControlError(
             f"the policy of all {location.num_ranks} ranks is set on the first host, "
             f"{location.first_host or 'which holds rank 0'}: ask the sidecar there"

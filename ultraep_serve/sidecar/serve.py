@@ -12,16 +12,18 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
-from ultraep_serve.errors import ConfigError, OutputError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
+from ultraep_serve.system.files import SharedFile, read_token
 from ultraep_serve.system.machine import address_of, is_here, why_not_listen
 from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import find_run, remove_when_left
@@ -57,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         serve(run_dir, settings, control_token(run_dir))
         return 0
     _stand_apart()
-    threading.Thread(target=_fall_silent_with, args=(parent,), daemon=True).start()
+    _when_ended(parent, logging.disable)  # the engine's last line is the reason of its end
     try:
         serve(run_dir, settings, control_token(run_dir), parent)
     except ConfigError:
@@ -65,12 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
     remove_when_left(run_dir, _LEAVE_SECONDS)
     return 0
-
-
-def _fall_silent_with(parent: int) -> None:
-    """Log nothing after the process ``parent``: the engine's last line is the reason of its end."""
-    _wait_for(parent)
-    logging.disable()
 
 
 def _stand_apart() -> None:
@@ -86,10 +82,7 @@ def _stand_apart() -> None:
 
 
 def serve(
-    run_dir: Path,
-    settings: SidecarSettings,
-    token: str | None = None,
-    parent: int | None = None,
+    run_dir: Path, settings: SidecarSettings, token: str | None = None, parent: int | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the process ``parent`` is gone.
 
@@ -104,14 +97,16 @@ def serve(
             f"{host = } is reachable from other hosts; set a control token, or bind 127.0.0.1"
         )
     with _listen(host, port) as listener:
-        _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
+        url = f"http://{address_of(host, listener.getsockname()[1])}"
+        control = "with a token" if token else "closed"
+        _LOGGER.info("sidecar on %s over %s, control %s", url, run_dir, control)
         names = (host, *settings.allowed_hosts.split(","))
         limits = server_settings(create_app(run_dir, token, names))
         config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)
         if parent is not None:
-            threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
+            _when_ended(parent, partial(setattr, server, "should_exit", True))
         server.run(sockets=[listener])
 
 
@@ -125,28 +120,15 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
-def _wait_for(process: int) -> None:
-    """Return when ``process`` has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(process)], [], [])
+def _when_ended(process: int, action: Callable[[], object]) -> None:
+    """Have a thread do ``action`` when ``process`` has ended."""
 
+    def wait() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(process)], [], [])
+        action()
 
-def _end_with(parent: int, server: uvicorn.Server) -> None:
-    """Stop serving when the process ``parent`` has ended."""
-    _wait_for(parent)
-    server.should_exit = True
-
-
-def _log_start(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:
-    url = f"http://{address_of(host, port)}"
-    fields = {"event": "start", "url": url, "run_dir": str(run_dir), "control_open": control_open}
-    _LOGGER.info(
-        "sidecar on %s over %s, control %s",
-        url,
-        run_dir,
-        "with a token" if control_open else "closed",
-        extra={"fields": fields},
-    )
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def is_loopback(host: str) -> bool:
@@ -180,13 +162,14 @@ def control_token(run_dir: Path) -> str:
     chosen = control_token_from_environment()
     if chosen:
         return chosen
-    files, token = RunFiles(run_dir), secrets.token_urlsafe(32)
-    if not run_dir.is_dir():
-        raise ConfigError(f"cannot write {files.token}: there is no such directory")
+    path, token = RunFiles(run_dir).token, secrets.token_urlsafe(32)
     try:
-        return token if files.publish(files.token, token.encode()) else read_token(files.token)
-    except OutputError as error:
-        raise ConfigError(str(error)) from error
+        SharedFile.create(path, token.encode(), len(token), replace=False).close()
+    except FileExistsError:
+        return read_token(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return token
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError, RingError
 from ultraep_serve.sidecar.documents import NoBalance, RankState, Readiness
 from ultraep_serve.sidecar.proof import switched_off
 from ultraep_serve.sidecar.window import Rows, StageWindow, Totals, considered
-from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
@@ -28,10 +27,10 @@ class NoRunError(Exception):
     """There are no figures: no ring can be read, or the server runs unbalanced."""
 
     def __init__(self, run: "Run") -> None:
-        """``answer`` is what is said instead of figures."""
-        detail = run.reasons["run"] if run.unbalanced else _NO_RING
+        found = run.readiness
+        detail = found.reasons["run"] if run.unbalanced else _NO_RING
         super().__init__(detail)
-        self.answer = NoBalance(**vars(run.readiness), detail=detail)
+        self.answer = NoBalance(**vars(found), detail=detail)
 
 
 @dataclass(frozen=True)
@@ -76,58 +75,29 @@ class Run:
     readable: Held | None = None
 
     @property
-    def ready(self) -> bool:
-        """Whether the server of this host is as its operator wants it."""
-        return bool(self.unbalanced) or not self.problems
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
-        if self.unbalanced:
-            return {"run": f"this server runs without balancing: {self.unbalanced}"}
-        return self.problems or ({"run": self.switched_off} if self.switched_off else {})
-
-    @property
     def readiness(self) -> Readiness:
-        """As it is answered."""
-        is_off = self.ready and bool(self.unbalanced or self.switched_off)
-        return Readiness(
-            ready=self.ready,
-            status="unbalanced" if is_off else "ready" if self.ready else "not ready",
-            reasons=self.reasons,
-        )
+        """Whether the server of this host is as its operator wants it, and why not.
+
+        Reasons are by rank; under ``run`` where no rank is known.
+        """
+        ready, reasons = bool(self.unbalanced) or not self.problems, self.problems
+        if self.unbalanced:
+            reasons = {"run": f"this server runs without balancing: {self.unbalanced}"}
+        elif ready and self.readable is not None and self.readable.switched_off:
+            reasons = {"run": self.readable.switched_off}
+        status: Any = ("unbalanced" if reasons else "ready") if ready else "not ready"
+        return Readiness(ready=ready, status=status, reasons=reasons)
 
     @property
     def policies(self) -> list[str]:
         """Those that may be put in force."""
         return [one.value for one in Policy if one is not Policy.IDEAL or self.allows_ideal]
 
-    @property
-    def switched_off(self) -> str:
-        """Why balancing has switched itself off; empty where it has not."""
-        return self.readable.switched_off if self.readable else ""
-
-    @property
-    def location(self) -> Location | None:
-        """Of this host's first rank; None while no ring can be read."""
-        return self.readable.header.location if self.readable else None
-
     def held(self) -> Held:
         """Headers and rows. Raises NoRunError."""
         if self.unbalanced or self.readable is None:
             raise NoRunError(self)
         return self.readable
-
-
-class _Control(NamedTuple):
-    """The contents of the control page."""
-
-    policy: Policy | None = None  # None: there is no page
-    in_doubt: bool | None = None  # whether a failed sample has switched the policy off
-    allows_ideal: bool = False  # as in ``Run``
-
-
-_NO_PAGE = _Control()
 
 
 class RingFollower:
@@ -246,25 +216,24 @@ class RunStore:
 
     def _first_layer(self, header: RingHeader) -> int:
         """How many layers the pipeline stages before that of ``header`` have."""
-        known = [ring.header for ring in self._rings.values() if ring.header is not None]
-        before = {
-            other.pipeline_stage: other.num_layers
-            for other in known
-            if other.pipeline_stage < header.pipeline_stage
+        stages = {
+            ring.header.pipeline_stage: ring.header.num_layers
+            for ring in self._rings.values()
+            if ring.header is not None
         }
-        return sum(before.values())
+        return sum(layers for stage, layers in stages.items() if stage < header.pipeline_stage)
 
     def _read(self) -> Run:
         """The rings as they were just polled, and the other files."""
         now_ns, unbalanced = time.monotonic_ns(), self._files.unbalanced()
         primary = self._primary(now_ns)
         has_page = not primary or primary[0].location.host.start == 0
-        control = self._control() if has_page else _NO_PAGE
+        policy, in_doubt, allows_ideal = self._control() if has_page else (None, None, False)
         if not primary:
             problems = {str(n): ring.error for n, ring in sorted(self._rings.items())}
             problems = problems or {"run": _NO_RING}
-            return Run(problems, control.policy, control.allows_ideal, unbalanced)
-        header = _of_all_stages(primary, control.policy)
+            return Run(problems, policy, allows_ideal, unbalanced)
+        header = _of_all_stages(primary, policy)
         views = self._views(header, now_ns)
         headers = [view.header for view in views if view.header]
         held = Held(
@@ -272,13 +241,13 @@ class RunStore:
             ranks=views,
             stages={one.pipeline_stage: self._rows(one) for one in primary},
             totals=self._totals,
-            switched_off=switched_off(headers, header.policy, control.in_doubt),
+            switched_off=switched_off(headers, header.policy, in_doubt),
             costs=self._files.costs(),
         )
         problems = {str(view.state.rank): view.problem for view in views if view.problem}
-        if has_page and control.policy is None:
+        if has_page and policy is None:
             problems["run"] = "its control page was deleted or damaged; restart the engine"
-        return Run(problems, header.policy, control.allows_ideal, unbalanced, held)
+        return Run(problems, header.policy, allows_ideal, unbalanced, held)
 
     def _primary(self, now_ns: int) -> list[RingHeader]:
         """Of each stage the header whose counters of batches are shown.
@@ -305,12 +274,13 @@ class RunStore:
         rings = [self._rings.get(n) or RingFollower(self._files.ring(n), n) for n in numbers]
         return [ring.view(now_ns, size) for ring in rings]
 
-    def _control(self) -> _Control:
+    def _control(self) -> tuple[Policy | None, bool | None, bool]:
+        """The policy, whether a failed sample has switched it off, and whether ideal is allowed."""
         try:
             with ControlPage.open(self._run_dir) as page:
-                return _Control(page.policy, page.is_in_doubt, page.allows_ideal)
-        except ControlError:
-            return _NO_PAGE  # also an engine without balancing has none
+                return page.policy, page.is_in_doubt, page.allows_ideal
+        except ControlError:  # also an engine without balancing has none
+            return None, None, False
 
 
 def _of_all_stages(headers: Sequence[RingHeader], policy: Policy | None) -> RingHeader:

@@ -212,7 +212,6 @@ class Totals:
 
     @classmethod
     def none(cls) -> "Totals":
-        """Those of no rows."""
         empty = np.zeros(len(BOUNDS) + 1, np.int64)
         return cls(dict.fromkeys(IMBALANCES, empty), dict.fromkeys(IMBALANCES, 0.0))
 

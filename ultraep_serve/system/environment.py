@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ultraep_serve.system.control_token import checked_token
+from ultraep_serve.system.files import checked_token
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
 TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"

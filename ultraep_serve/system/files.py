@@ -1,4 +1,4 @@
-"""Files: whole or not written at all; shared; and those of others, opened with checks."""
+"""Files: whole or not written at all; shared; secret; and those of others, opened with checks."""
 
 import contextlib
 import errno
@@ -14,6 +14,7 @@ from typing import Any
 from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
 _MOST_TEXT = 64 << 20  # bytes; a text of prompts is the largest
+_MOST_TOKEN = 4096  # bytes
 
 
 @contextmanager
@@ -87,11 +88,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def open_regular(
-    path: Path | str,
-    flags: int = os.O_RDONLY,
-    *,
-    directory: int | None = None,
-    links: bool = False,
+    path: Path | str, flags: int = os.O_RDONLY, *, directory: int | None = None, links: bool = False
 ) -> int:
     """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
 
@@ -117,23 +114,42 @@ def open_own_directory(path: Path) -> int:
     return descriptor
 
 
-def read_private(path: Path, most: int) -> bytes:
-    """What is in ``path``, at most ``most`` bytes. Raises OSError where others could know it.
+def checked_token(text: str, source: str) -> str:
+    """A bearer token, ``text`` without white space around it.
+
+    Raises ConfigError, which names ``source`` and shows no part of the text, where the rest could
+    not be sent as a header: anything but visible ASCII characters.
+    """
+    token = text.strip()
+    if len(token) > _MOST_TOKEN or not all("!" <= character <= "~" for character in token):
+        raise ConfigError(
+            f"{source} must be one line of at most {_MOST_TOKEN} visible ASCII characters, "
+            "without spaces"
+        )
+    return token
+
+
+def read_token(path: Path) -> str:
+    """The token in ``path``. Raises ConfigError, also where others could know it.
 
     File and directory must be this user's, and closed to everybody else. Without the second a file
     of this user's that holds another secret could be linked there.
     """
-    directory = open_own_directory(path.parent)
     try:
-        _require_private(directory, path.parent)
-        with os.fdopen(open_regular(path.name, directory=directory), "rb") as file:
-            _require_private(file.fileno(), path)
-            content = file.read(most + 1)
-    finally:
-        os.close(directory)
-    if len(content) > most:
-        raise OSError(f"{path} has more than {most} bytes")
-    return content
+        directory = open_own_directory(path.parent)
+        try:
+            _require_private(directory, path.parent)
+            with os.fdopen(open_regular(path.name, directory=directory), "rb") as file:
+                _require_private(file.fileno(), path)
+                text = file.read(_MOST_TOKEN + 1).decode("ascii")
+        finally:
+            os.close(directory)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token in {path}: {error}") from error
+    token = checked_token(text, str(path))
+    if not token:
+        raise ConfigError(f"{path} is empty; remove it, a new one will be made")
+    return token
 
 
 def _require_private(descriptor: int, path: Path) -> None:
@@ -194,7 +210,6 @@ class SharedFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` was not called."""
         return self._descriptor >= 0
 
     def read(self, size: int, offset: int = 0) -> bytes:

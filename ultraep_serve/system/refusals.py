@@ -6,6 +6,7 @@ process that was started first says the reason again when it ends.
 
 import contextlib
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -15,10 +16,16 @@ from pathlib import Path
 from ultraep_serve.errors import FabricError, UltraEPError
 from ultraep_serve.system.environment import claim_first_process, first_process
 from ultraep_serve.system.files import open_regular
-from ultraep_serve.system.terminal import say
 from ultraep_serve.system.topology import is_process_alive
 
 _MAX_BYTES = 1 << 16
+
+
+def say(line: str, *, is_error: bool = False) -> None:
+    """Write ``line`` to standard error, whatever the engine does with loggers."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it is full, or closed
+        sys.stderr.write(f"ultraep: {'error: ' if is_error else ''}{line}\n")
+        sys.stderr.flush()
 
 
 def repeat_at_exit() -> None:

@@ -81,7 +81,6 @@ class Settings(BaseModel):
         return type(self)(**{**self.model_dump(), **changes})
 
     def to_json(self) -> str:
-        """These settings as one line of JSON."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
 
@@ -119,7 +118,6 @@ def _require_plain(node: Any, seen: set[int]) -> None:
 
 
 def flag_of(settings: type[Settings], name: str, prefix: str = "") -> str:
-    """The flag of a setting."""
     alias = settings.model_fields[name].validation_alias
     return f"--{prefix}{alias or name}".replace("_", "-")
 

@@ -48,12 +48,10 @@ class Location:
 
     @property
     def host(self) -> range:
-        """The ranks of this rank's host."""
         return self._among(self.host_size)
 
     @property
     def domain(self) -> range:
-        """The ranks of this rank's domain."""
         return self._among(self.domain_size)
 
     def _among(self, size: int) -> range:
@@ -68,7 +66,6 @@ class Location:
 
     @property
     def num_domains(self) -> int:
-        """Domains of the whole group."""
         return self.num_ranks // self.domain_size
 
     @property
@@ -120,20 +117,16 @@ def domains_fit(domain_size: int, host_size: int, num_ranks: int) -> bool:
 
 def is_process_alive(process: int) -> bool:
     """Whether ``process``, in this process namespace, exists and is not a zombie."""
-    return process_state(process)[0] not in "ZX"
+    return process_state(process) not in "ZX"
 
 
-def process_state(process: int) -> tuple[str, float]:
-    """The letter of its state in /proc, X where it is gone, and the CPU seconds that it has used.
-
-    CPU seconds are those of all its threads.
-    """
+def process_state(process: int) -> str:
+    """The letter of its state in /proc; X where it is gone."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return "X", 0.0
-    fields = stat.rpartition(")")[2].split()
-    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
 
 
 def process_namespace() -> int:

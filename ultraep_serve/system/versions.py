@@ -36,11 +36,6 @@ class Package:
         """What to install: the newest verified release."""
         return f"{self.name}=={self.releases[-1]}"
 
-    @property
-    def newest(self) -> str:
-        """The newest verified release with its first patch, as tags of images are written."""
-        return self.releases[-1].replace("*", "0")
-
     def is_verified(self, version: str) -> bool:
         """Whether ``version`` is one of the releases; no development version and no candidate is.
 
@@ -123,7 +118,6 @@ class Installed:
 
     @property
     def is_verified(self) -> bool:
-        """Whether balancing was verified with it."""
         return self.package.is_verified(self.version)
 
     def __str__(self) -> str:

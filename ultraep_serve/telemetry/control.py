@@ -33,7 +33,10 @@ class ControlPage:
         """Use ``file``. Raises ControlError where it is not a page of this version."""
         self.file = file
         self._words: Sequence[int] = (0, len(_POLICIES), 0, 0)  # when it was last whole
-        if self._read_head() != (_MAGIC, _VERSION) or self._read()[_POLICY] >= len(_POLICIES):
+        head = b""
+        with contextlib.suppress(OSError):
+            head = file.read(_HEAD.size)
+        if head != _HEAD.pack(_MAGIC, _VERSION) or self._read()[_POLICY] >= len(_POLICIES):
             file.close()
             raise ControlError(f"{file.path} is not a control page of version {_VERSION}")
 
@@ -63,11 +66,6 @@ class ControlPage:
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
 
-    def _read_head(self) -> tuple[object, ...]:
-        with contextlib.suppress(OSError, struct.error):
-            return _HEAD.unpack(self.file.read(_HEAD.size))
-        return ()
-
     def _read(self) -> Sequence[int]:
         with contextlib.suppress(OSError, struct.error):
             words = _WORDS.unpack(self.file.read(_WORDS.size, _HEAD.size))
@@ -84,7 +82,6 @@ class ControlPage:
 
     @property
     def policy(self) -> Policy:
-        """The policy in force."""
         words = self._read()
         policy: Policy = _POLICIES[words[_POLICY]]
         return Policy.OFF if words[_DOUBT] else policy

@@ -16,8 +16,6 @@ _MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as miss
 
 @dataclass(frozen=True)
 class Poll:
-    """The result of one poll."""
-
     header: RingHeader
     records: RecordArray  # (n,) new and intact, oldest first
     missed: int  # records overwritten, or found damaged, before they could be read
@@ -51,7 +49,6 @@ class RingReader:
         self._file.size = HEADER_BYTES + header.capacity * header.record_bytes
 
     def header(self) -> RingHeader:
-        """The header now."""
         header = parse_header(self._read(HEADER_BYTES, 0), self._path.name)
         if self._path.name != f"ring-{header.number}":
             raise RingError(f"{self._path.name} is damaged: number = {header.number}")

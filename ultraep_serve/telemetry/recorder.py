@@ -19,18 +19,8 @@ import numpy as np
 from ultraep_serve.errors import MORE_SHARED_MEMORY, RingError
 from ultraep_serve.system.files import SharedFile
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
+from ultraep_serve.telemetry import ring
 from ultraep_serve.telemetry.record import LayerRecord, RecordArray, record_checksum, stored_record
-from ultraep_serve.telemetry.ring import (
-    HEADER_BYTES,
-    HEADER_DTYPE,
-    RING_RECORDS,
-    SELF_CHECK_BYTES,
-    UNHEARD_BYTES,
-    RingState,
-    SelfCheck,
-    header_page,
-    parse_header,
-)
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
 
@@ -39,10 +29,10 @@ _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
 _REASONS_TO_LOSE = (ValueError, TypeError, OverflowError, OSError)
-_AT = SimpleNamespace(**{name: field[1] for name, field in (HEADER_DTYPE.fields or {}).items()})
+_AT = SimpleNamespace(**{name: at[1] for name, at in (ring.HEADER_DTYPE.fields or {}).items()})
 _WORD = SimpleNamespace(**{name: offset // 8 for name, offset in vars(_AT).items()})
-_UNHEARD = slice(_AT.unheard, _AT.unheard + UNHEARD_BYTES)
-_SELF_CHECK = slice(_AT.self_check, _AT.self_check + SELF_CHECK_BYTES)
+_UNHEARD = slice(_AT.unheard, _AT.unheard + ring.UNHEARD_BYTES)
+_SELF_CHECK = slice(_AT.self_check, _AT.self_check + ring.SELF_CHECK_BYTES)
 
 
 class Recorder:
@@ -54,9 +44,9 @@ class Recorder:
 
     def __init__(self, path: Path, page: bytes) -> None:
         """Create the ring file at ``path`` with the header ``page``, and start its heartbeat."""
-        header = parse_header(page, path.name)
+        header = ring.parse_header(page, path.name)
         self._capacity, self._record_bytes = header.capacity, header.record_bytes
-        size = HEADER_BYTES + self._capacity * self._record_bytes
+        size = ring.HEADER_BYTES + self._capacity * self._record_bytes
         try:
             self._file = SharedFile.create(path, page, size)
         except OSError as error:
@@ -85,7 +75,7 @@ class Recorder:
         pipeline: PipelineStage = ONLY_STAGE,
         *,
         slot_bytes: int,
-        ring_records: int = RING_RECORDS,
+        ring_records: int = ring.RING_RECORDS,
         **server: Any,
     ) -> "Recorder":
         """Create the ring of the rank at ``location`` in ``run_path``, replacing an older one.
@@ -94,7 +84,7 @@ class Recorder:
         ``num_layers``, ``engine``, ``mode`` and ``timeout_seconds``. Raises RingError when the file
         cannot be created or has no room.
         """
-        page = header_page(
+        page = ring.header_page(
             shape,
             location,
             pipeline_stage=pipeline.number,
@@ -105,7 +95,7 @@ class Recorder:
             process_namespace=process_namespace(),
             started_ns=time.time_ns(),
             heartbeat_ns=time.monotonic_ns(),
-            state=RingState.STARTING,
+            state=ring.RingState.STARTING,
             policy=Policy.OFF.code,
             **server,
         )
@@ -125,7 +115,7 @@ class Recorder:
         stored["crc"] = [record_checksum(seq, row.data) for seq, row in enumerate(rows, first + 1)]
         place = first % self._capacity
         for part in np.split(rows, range(self._capacity - place, len(rows), self._capacity)):
-            self._file.write(part.reshape(-1).data, HEADER_BYTES + place * size)
+            self._file.write(part.reshape(-1).data, ring.HEADER_BYTES + place * size)
             place = 0
         self._count(stored)
 
@@ -152,7 +142,7 @@ class Recorder:
         with self._publishing(), contextlib.suppress(*_REASONS_TO_LOSE):
             self._words[_WORD.verification_failures + VerificationCheck(check)] += 1
 
-    def set_state(self, state: RingState) -> None:
+    def set_state(self, state: ring.RingState) -> None:
         """Publish the state of this rank; nothing happens after ``close``."""
         with self._publishing():
             if self._file.is_open:
@@ -166,20 +156,20 @@ class Recorder:
     def fail(self, reason: str) -> None:
         """Publish that this rank has failed, and why, where ``set_unheard`` says nothing later."""
         self.set_unheard(reason)
-        self.set_state(RingState.FAILED)
+        self.set_state(ring.RingState.FAILED)
 
     def set_unheard(self, text: str) -> None:
         """Publish which ranks and hosts this one does not hear; empty: all are heard."""
-        content = text.encode("ascii", errors="replace")[:UNHEARD_BYTES]
+        content = text.encode("ascii", errors="replace")[: ring.UNHEARD_BYTES]
         with self._publishing():
             if not self._has_failed:
-                self._header[_UNHEARD] = content.ljust(UNHEARD_BYTES, b"\0")
+                self._header[_UNHEARD] = content.ljust(ring.UNHEARD_BYTES, b"\0")
 
-    def set_self_check(self, found: SelfCheck) -> None:
+    def set_self_check(self, found: ring.SelfCheck) -> None:
         """Publish what the self-check at start has found."""
-        content = found.to_json(SELF_CHECK_BYTES).encode("ascii")
+        content = found.to_json(ring.SELF_CHECK_BYTES).encode("ascii")
         with self._publishing():
-            self._header[_SELF_CHECK] = content.ljust(SELF_CHECK_BYTES, b"\0")
+            self._header[_SELF_CHECK] = content.ljust(ring.SELF_CHECK_BYTES, b"\0")
 
     def at_heartbeat(self, function: Callable[[], None]) -> None:
         """Call ``function`` once a second, off the path of batches.
@@ -201,18 +191,16 @@ class Recorder:
         self._heart.join()
         with self._publishing():
             if not self._has_failed:
-                self._words[_WORD.state] = RingState.STOPPED
+                self._words[_WORD.state] = ring.RingState.STOPPED
         self._file.close()
 
     @property
     def path(self) -> Path:
-        """The ring's file."""
         return self._file.path
 
     @property
     def _has_failed(self) -> bool:
-        """Whether the rank has failed, which is its last state."""
-        return bool(self._words[_WORD.state] == RingState.FAILED)
+        return bool(self._words[_WORD.state] == ring.RingState.FAILED)
 
     @contextlib.contextmanager
     def _counting(self, records: int = 1) -> Iterator[None]:
@@ -222,7 +210,10 @@ class Recorder:
                 yield
                 self._file.write(self._changing)
             except _REASONS_TO_LOSE as error:
-                self._lose(error, records)
+                if not self.lost:
+                    _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
+                self.lost += records
+                self._words[_WORD.lost] += records
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
@@ -235,12 +226,6 @@ class Recorder:
         if self._file.is_open:
             with contextlib.suppress(OSError):
                 self._file.write(self._header)
-
-    def _lose(self, error: Exception, records: int = 1) -> None:
-        if not self.lost:
-            _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
-        self.lost += records
-        self._words[_WORD.lost] += records
 
     def _count(self, stored: RecordArray) -> None:
         """Count what was written, the layers of one batch.

@@ -43,8 +43,6 @@ class RingState(IntEnum):
 
 
 class SelfCheckOutcome(str, Enum):
-    """How the self-check ended."""
-
     PASSED = "passed"
     OFF = "off"  # nothing but costs and experts was looked at
     FAILED = "failed"  # the last of its checks has
@@ -59,7 +57,6 @@ class SelfCheck:
 
     @property
     def seconds(self) -> float:
-        """What all checks took together."""
         return sum(check.seconds for check in self.checks)
 
     def to_json(self, max_bytes: int) -> str:
@@ -150,12 +147,10 @@ class RingHeader:
 
     @property
     def shape(self) -> ExpertShape:
-        """Of its group."""
         return ExpertShape(self.num_ranks, self.num_logical_experts, self.num_replica_slots)
 
     @property
     def location(self) -> Location:
-        """Where its writer stands."""
         return Location(**{field.name: getattr(self, field.name) for field in fields(Location)})
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import ConfigError, OutputError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import open_regular, write_whole
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -56,27 +56,6 @@ class RunFiles:
         except OSError:
             return []
         return sorted(int(found[1]) for found in map(_RING.fullmatch, names) if found)
-
-    def publish(self, path: Path, content: bytes) -> bool:
-        """Leave ``content`` (0600) at ``path``, one of these files, where nothing is there.
-
-        Whether it was left. Nothing is where the directory is gone. Raises OutputError.
-        """
-        if os.path.lexists(path):
-            return False
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-                file.write(content)
-            os.link(temporary, path)  # when complete: nobody reads a part of it
-        except (FileExistsError, FileNotFoundError):
-            return False
-        except OSError as error:
-            raise OutputError(f"{path} cannot be written ({error}); make room there") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
 
     def write_config(self, settings: str) -> None:
         """Leave the settings at start, as JSON. Raises OutputError."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+from ultraep_kernels.contract import Prices
 
 from ultraep_lab.comparators import own
 from ultraep_lab.comparators.eplb import eplb_copies
@@ -40,10 +41,15 @@ from ultraep_lab.integers import Integers, integers
 from ultraep_lab.trace import LOADS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.plan.checks import check_home_first, check_slots, check_split
+from ultraep_serve.plan.checks import (
+    check_home_first,
+    check_slots,
+    check_split,
+    copies_of,
+    master_copies,
+)
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import copies_of, master_copies
-from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.plan.residents import Residents, prices_of
 from ultraep_serve.types import ExpertShape, IntArray
 
@@ -87,7 +93,7 @@ class PolicyFunction:
             ValueError: an argument is of another shape, negative, too large or not integer.
             UnsupportedError: the policy needs a package that is not installed.
         """
-        identity_plan(loads, context.shape, 0)  # checks them
+        _place_off(loads, context, history)  # checks them
         past = _checked_history(history, context.shape)
         counts = np.ascontiguousarray(loads, np.int64)
         return self.split_up(counts, self.place(counts, context, past))
@@ -144,8 +150,9 @@ def _checked_history(history: Integers, shape: ExpertShape) -> Counts:
     return past
 
 
-def _place_off(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-    return of_plan(identity_plan(loads, context.shape, 0), context.shape)
+def _place_off(loads: Integers, context: PlanContext, history: Integers) -> Placement:
+    alone = PlanContext.of(context.shape, 1)  # nothing can be copied
+    return of_plan(plan_quota(loads, alone, 0), context.shape)
 
 
 def _place_quota(loads: Counts, context: PlanContext, history: Counts) -> Placement:
@@ -153,7 +160,8 @@ def _place_quota(loads: Counts, context: PlanContext, history: Counts) -> Placem
 
 
 def _begin_staying(context: PlanContext, layer: int, costs: IntegerCosts | None) -> Place:
-    residents, prices = Residents(context.shape, layer), prices_of(costs, context.shape)
+    residents = Residents(context.shape, layer)
+    prices = Prices() if costs is None else prices_of(costs, context.shape)
 
     def place(loads: Counts, context: PlanContext, history: Counts) -> Placement:
         plan = residents.plan(loads, context, 0, prices)
@@ -186,7 +194,8 @@ def _place_kept(loads: Counts, context: PlanContext, history: Counts) -> Placeme
 
 
 def _place_by_count(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-    return _place_quota(loads, context.equally_fast(), history)
+    by_count = PlanContext.of(context.shape, context.domain_size)
+    return _place_quota(loads, by_count, history)
 
 
 def _place_eplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
@@ -205,7 +214,7 @@ def _place_ideal(loads: Counts, context: PlanContext, history: Counts) -> Placem
 
 def _dealt(loads: Counts, context: PlanContext) -> IntArray:
     """Shares (R, E, R): the assignments in order, ranks take turns as often as they are fast."""
-    if context.is_equally_fast:
+    if (context.speeds == context.speeds[0]).all():
         return even_shares(loads, np.ones(loads.shape[::-1], np.int32))
     speeds = context.speeds
     turns = np.maximum(_TURNS * speeds // speeds.max(), 1)

@@ -10,8 +10,8 @@ expert, whose load is split evenly among all copies, so that such a rank compute
 import numpy as np
 
 from ultraep_lab.comparators.placement import Counts
+from ultraep_serve.plan.checks import master_copies
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import master_copies
 from ultraep_serve.types import IntArray
 
 

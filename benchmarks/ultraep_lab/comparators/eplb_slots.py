@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
+from ultraep_serve.plan.checks import master_copies
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import master_copies
 from ultraep_serve.types import IntArray
 
 HISTORY_BATCHES = 8  # past batches that count

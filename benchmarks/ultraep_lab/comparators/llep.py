@@ -16,9 +16,9 @@ domain.
 import numpy as np
 
 from ultraep_lab.comparators.placement import Counts, Placement, of_quota
+from ultraep_lab.imbalance import domains_of, imbalance
+from ultraep_serve.plan.checks import master_copies
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import master_copies
-from ultraep_serve.types import imbalance
 
 CAPACITY_FACTOR = 1.1  # alpha
 SKIP_BELOW = 1.3  # lambda
@@ -30,7 +30,7 @@ def place_llep(loads: Counts, context: PlanContext, history: Counts) -> Placemen
     shape, expert_load = context.shape, loads.sum(0)
     quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
     if imbalance(quota.sum(0)) >= SKIP_BELOW:
-        for domain in context.domains:
+        for domain in domains_of(context):
             own = slice(domain.start * shape.num_masters, domain.stop * shape.num_masters)
             quota[own, domain] = _spill(expert_load[own], domain.stop - domain.start)
     return of_quota(quota, shape)

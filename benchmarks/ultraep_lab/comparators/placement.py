@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
 from ultraep_lab.comparators.eplb_slots import even_shares
-from ultraep_serve.plan.copies import copies_of, master_copies
+from ultraep_serve.plan.checks import copies_of, master_copies
 from ultraep_serve.types import ExpertShape, IntArray, Plan
 
 Counts = NDArray[np.int64]

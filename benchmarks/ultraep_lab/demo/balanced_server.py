@@ -31,7 +31,7 @@ from ultraep_lab.errors import ServerError
 from ultraep_lab.progress import Progress
 from ultraep_lab.this_machine import free_port
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.system.control_token import read_token
+from ultraep_serve.system.files import read_token
 from ultraep_serve.telemetry.run_directory import find_run
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy

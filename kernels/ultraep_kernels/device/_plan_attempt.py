@@ -10,16 +10,17 @@ weight and then the lowest index that has it, because a warp reduces an int32 in
 import triton
 import triton.language as tl
 
+from ultraep_kernels.contract import PROGRESS_SHIFT
 from ultraep_kernels.device._plan_times import busiest, capacities, time_of
 from ultraep_kernels.device.reroute import every_32nd
 
+_PROGRESS = tl.constexpr(PROGRESS_SHIFT)
 NOBODY = tl.constexpr(1 << 30)  # larger than any rank or expert
 _FITS = tl.constexpr((1 << 31) - 1)  # less any room, larger than any weighed one
 
 
 @triton.jit
 def _weigh(size, seed, step, index):
-    """``size`` times a factor in [1, 5), a hash of the other three numbers; times 1 for seed 0."""
     bits = seed.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x27D4EB2F
     bits = bits + index.to(tl.uint32) * 0x85EBCA77
     bits = bits ^ (bits >> 15)
@@ -36,7 +37,6 @@ def at(values, indices, index):
 
 @triton.jit
 def _pick_donor(room, ranks, seed, step):
-    """The rank furthest above its capacity, NOBODY if none is above."""
     over = _weigh(tl.maximum(-room, 0), seed, step, ranks)
     most = tl.max(over, axis=0)
     return tl.min(tl.where((over == most) & (over > 0), ranks, NOBODY), axis=0)
@@ -110,22 +110,19 @@ def attempt(
 def relax(
     speeds,
     rank_load,
-    load_ptr,  # (R,) int32, scratch
-    left_ptr,
-    placed_ptr,  # (S, R, 2) int32, in and out: expert in each slot, what it computes
+    split,  # (R,) int32, scratch; left; placed (S, R, 2) int32, experts and what they compute
     num_ranks,
     goal,  # a time, at which they end as well
-    least,  # a time: a sweep that gains less is the last
     SWEEPS: tl.constexpr,  # at most
-    NUM_SLOTS: tl.constexpr,
     ROOM: tl.constexpr,  # ranks that ``placed_ptr`` has room for
-    NUM_MASTERS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """rank_load after each copy's rank was levelled with its master's in turn, in several sweeps.
 
-    They end after one that moved nothing.
+    They end after one that moved nothing, or gained little of the goal.
     """
+    load_ptr, left_ptr, placed_ptr = split
     ranks = every_32nd(BLOCK_RANKS)
     exists = ranks < num_ranks
     fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
@@ -135,16 +132,17 @@ def relax(
     moved = num_ranks
     sweep = num_ranks * 0
     time = busiest(rank_load, speeds)
+    least = goal >> _PROGRESS
     gained = time * 0 + least
     while (sweep < SWEEPS) & (moved > 0) & (time > goal) & (gained >= least):
         sweep += 1
         moved = num_ranks * 0
-        for place in range(0, num_ranks * NUM_SLOTS):
-            rank, slot = place // NUM_SLOTS, place % NUM_SLOTS
+        for place in range(0, num_ranks * SIZES.num_slots):
+            rank, slot = place // SIZES.num_slots, place % SIZES.num_slots
             here_ptr = placed_ptr + (slot * ROOM + rank) * 2
             expert = tl.load(here_ptr)
             if expert >= 0:
-                master = expert // NUM_MASTERS
+                master = expert // SIZES.num_masters
                 own, quota = tl.load(left_ptr + expert), tl.load(here_ptr + 1)
                 load, other = tl.load(load_ptr + master), tl.load(load_ptr + rank)
                 together = load + other

@@ -49,18 +49,17 @@ def _first_reached(row_ptr, goal, SIZES: tl.constexpr):
     """Whether a domain is at the goal once the first wave is over."""
     numbers = tl.arange(0, SIZES.block_keys)
     keys = tl.load(row_ptr + numbers, mask=numbers < SIZES.search.first, other=NO_KEY)
-    identity = tl.load(row_ptr + SIZES.search.limit + SIZES.search.thrifty)
+    identity = tl.load(row_ptr + SIZES.num_attempts)
     return tl.minimum(tl.min(keys, axis=0), identity) >> 32 <= goal
 
 
 @triton.jit
 def is_reached(attempts, SIZES: tl.constexpr):
     """Whether the first wave reached the goal in every domain, so that no second one is made."""
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     goal = tl.load(attempts.goal)
     reached = goal >= 0
     for domain in range(0, SIZES.num_domains):
-        row_ptr = attempts.keys + domain * (NUM_KEYS + 1)
+        row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
         reached = reached & _first_reached(row_ptr, goal, SIZES)
     return reached
 
@@ -68,20 +67,18 @@ def is_reached(attempts, SIZES: tl.constexpr):
 @triton.jit
 def _winner(row_ptr, goal, SIZES: tl.constexpr):
     """The attempt that the CPU's search, one after another, would have kept; -1 the identity."""
-    FIRST: tl.constexpr = SIZES.search.first
     LIMIT: tl.constexpr = SIZES.search.limit
     THRIFTY: tl.constexpr = SIZES.search.thrifty
-    BLOCK_KEYS: tl.constexpr = SIZES.block_keys
-    numbers = tl.arange(0, BLOCK_KEYS)
-    identity = tl.load(row_ptr + LIMIT + THRIFTY)
+    numbers = tl.arange(0, SIZES.block_keys)
+    identity = tl.load(row_ptr + SIZES.num_attempts)
     both = _first_reached(row_ptr, goal, SIZES) == 0  # the second wave ran as well
-    made = tl.where(both, LIMIT, FIRST)
+    made = tl.where(both, LIMIT, SIZES.search.first)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
     reached = both & (keys >> 32 <= goal)  # the search ends with the first of these
-    ends = tl.min(tl.where(reached, numbers, BLOCK_KEYS), axis=0)
+    ends = tl.min(tl.where(reached, numbers, SIZES.block_keys), axis=0)
     least = tl.min(keys, axis=0)
-    lowest = tl.min(tl.where(keys == least, numbers, BLOCK_KEYS), axis=0)
-    winner = tl.where(ends < BLOCK_KEYS, ends, lowest)
+    lowest = tl.min(tl.where(keys == least, numbers, SIZES.block_keys), axis=0)
+    winner = tl.where(ends < SIZES.block_keys, ends, lowest)
     winner = tl.where(least < identity, winner, -1)
     best = tl.load(row_ptr + tl.maximum(winner, 0))
     within = tl.load(row_ptr + LIMIT + numbers, mask=numbers < THRIFTY, other=NO_KEY) != NO_KEY
@@ -94,7 +91,6 @@ def _winner(row_ptr, goal, SIZES: tl.constexpr):
 
 @triton.jit
 def _sent_of(key):
-    """Replicas that one rank sends, at most."""
     return (key >> 16) & 0xFFFF
 
 
@@ -123,16 +119,14 @@ def survey(
 ):
     """Everything that can be decided from loads alone."""
     rows, gate, status_ptr = given.rows, given.gate, given.status
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    GRAIN: tl.constexpr = SIZES.search.grain
     LIMIT: tl.constexpr = SIZES.search.limit  # 0: no attempt is made
     experts = tl.arange(0, SIZES.block_all_experts)
-    is_expert = experts < NUM_RANKS * SIZES.num_masters
+    is_expert = experts < SIZES.num_experts
     expert_load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
     ranks = every_32nd(SIZES.block_all_ranks)
-    exists = ranks < NUM_RANKS
+    exists = ranks < SIZES.num_ranks
     rank_load = rank_loads(found.expert_load, SIZES)
-    speeds = speeds_of(given, SIZES.measures_speeds, NUM_RANKS, SIZES.block_all_ranks)
+    speeds = speeds_of(given, SIZES.measures_speeds, SIZES.num_ranks, SIZES.block_all_ranks)
     tl.store(attempts.ranks + ranks * 2, rank_load, mask=exists)
     tl.store(attempts.ranks + ranks * 2 + 1, speeds, mask=exists)
     times = time_of(rank_load, speeds)
@@ -142,9 +136,9 @@ def survey(
     for domain in range(0, SIZES.num_domains):
         is_member = exists & (ranks // SIZES.domain_size == domain)
         worst = tl.max(tl.where(is_member, times, 0), axis=0)
-        tl.store(attempts.keys + (domain + 1) * (LIMIT + SIZES.search.thrifty + 1) - 1, worst << 32)
+        tl.store(attempts.keys + (domain + 1) * (SIZES.num_attempts + 1) - 1, worst << 32)
         least = tl.maximum(least, least_time(rank_load, tl.where(is_member, speeds, 0)))
-    tl.store(attempts.goal, least + (least + GRAIN // 2) // GRAIN)
+    tl.store(attempts.goal, least + (least + SIZES.search.grain // 2) // SIZES.search.grain)
     decision = before * 0 + PLANNED
     if gate is not None:
         one = before * 0 + 1
@@ -183,17 +177,16 @@ def take_best(attempts, SIZES: tl.constexpr):
 
     Returns times before and after, copies sent and received by one rank at most, int32.
     """
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty  # without the identity's
     goal = tl.load(attempts.goal)
     after = goal.to(tl.int32) * 0
     before, sent, received = after, after, after
     for domain in range(0, SIZES.num_domains):
-        row_ptr = attempts.keys + domain * (NUM_KEYS + 1)
+        row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
         winner = _winner(row_ptr, goal, SIZES)
-        worst = (tl.load(row_ptr + NUM_KEYS) >> 32).to(tl.int32)
+        worst = (tl.load(row_ptr + SIZES.num_attempts) >> 32).to(tl.int32)
         before = tl.maximum(before, worst)
         if winner >= 0:
-            index = (domain * NUM_KEYS + winner) * 2
+            index = (domain * SIZES.num_attempts + winner) * 2
             after = tl.maximum(after, tl.load(attempts.reached + index))
             received = tl.maximum(received, tl.load(attempts.reached + index + 1))
             sent = tl.maximum(sent, _sent_of(tl.load(row_ptr + winner)).to(tl.int32))

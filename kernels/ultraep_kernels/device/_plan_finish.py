@@ -23,7 +23,7 @@ def finish(
     given,
     made,  # Attempts; Kept and the layer's state where copies stay, else None
     found,
-    sender,
+    sender,  # the source whose share it is; rank, ``min_saved`` and epoch of the sends
     outcome_ptr,
     SIZES: tl.constexpr,
     RELAYS: tl.constexpr,
@@ -33,45 +33,36 @@ def finish(
         _finish_slots(decision, given, made, found, sender, outcome_ptr, SIZES, RELAYS)
     else:
         if (decision == PLANNED) | SIZES.writes_identity:
-            NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
-            for expert in range(program - 1, NUM_EXPERTS, SIZES.num_finished - 1):
-                _finish_expert(expert, decision, given, made, found, sender.source, SIZES)
+            for expert in range(program - 1, SIZES.num_experts, SIZES.num_finished - 1):
+                _finish_expert(expert, decision, given, made, found, sender[0], SIZES)
 
 
 @triton.jit
 def _finish_slots(
-    decision,
-    given,
-    made,
-    found,
-    sender,
-    outcome_ptr,
-    SIZES: tl.constexpr,
-    RELAYS: tl.constexpr,
+    decision, given, made, found, sender, outcome_ptr, SIZES: tl.constexpr, RELAYS: tl.constexpr
 ):
     """What every slot computes, what is copied into it and by whom, and what the host learns."""
     attempts, kept, state_ptr = made
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
+    source, rank, min_saved, epoch_ptr = sender
     places = tl.arange(0, RELAYS.block)
     exists = places < SIZES.num_ranks * SIZES.all_slots
     of_rank: tl.constexpr = SIZES.all_slots if SIZES.all_slots > 0 else 1
     holder = places // of_rank
     slot = places % of_rank - SIZES.first_slot
-    domain = holder // DOMAIN_SIZE
+    domain = holder // SIZES.domain_size
     if kept is None:
         winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
         winner = tl.where(decision == PLANNED, winner, -1)
-        planned = (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
-        offsets = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
-        offsets = (offsets.to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
-        offsets += holder - domain * DOMAIN_SIZE
+        planned = (winner >= 0) & (slot >= 0) & (slot < SIZES.num_slots)
+        offsets = domain * SIZES.num_attempts + winner
+        offsets = (offsets.to(tl.int64) * SIZES.num_slots + slot) * SIZES.domain_size
+        offsets += holder - domain * SIZES.domain_size
         held = tl.load(attempts.placed + offsets * 2, mask=planned, other=-1)
         amount = tl.load(attempts.placed + offsets * 2 + 1, mask=planned & (held >= 0), other=0)
         copied = held
     else:
         planned = places < tl.where(decision == PLANNED, SIZES.num_ranks * SIZES.all_slots, 0)
-        planned = planned & (slot >= 0) & (slot < NUM_SLOTS)
+        planned = planned & (slot >= 0) & (slot < SIZES.num_slots)
         offsets = slot * SIZES.num_ranks + holder
         held = tl.load(kept.placed + offsets * 2, mask=planned, other=-1)
         amount = tl.load(kept.placed + offsets * 2 + 1, mask=planned, other=0)
@@ -82,19 +73,19 @@ def _finish_slots(
         held = tl.where(amount > 0, held, -1)
     tl.store(found.slot_expert + places, held, mask=exists)
     if outcome_ptr is not None:
-        own = given.loads.table + sender.source.to(tl.int64) * given.loads.stride
+        own = given.loads.table + source.to(tl.int64) * given.loads.stride
         known = given, attempts, found
         slots = held, amount, copied
         store_outcome(decision, known, own, slots, outcome_ptr, SIZES, RELAYS.block)
     sent = 0
-    HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if sender.epoch is not None else False
+    HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if epoch_ptr is not None else False
     if HAS_SENDS:
         sends = found.sends
         tl.store(sends.decision, decision)
-        tl.store(sends.epoch, tl.load(sender.epoch))
+        tl.store(sends.epoch, tl.load(epoch_ptr))
         if decision == PLANNED:
             tl.debug_barrier()  # slots are read as others of the program wrote them
-            sent = assign_senders(found.copied, sends, sender.rank, sender.min_saved, RELAYS)
+            sent = assign_senders(found.copied, sends, rank, min_saved, RELAYS)
         else:
             tl.store(sends.tasks, 0)
             tl.store(sends.tasks + SIZES.num_ranks * SIZES.all_slots + 1, 0)
@@ -107,31 +98,30 @@ def _finish_expert(expert, decision, given, made, found, source, SIZES: tl.const
     """Quota, share and places of an expert."""
     attempts, kept, _ = made
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_MASTERS: tl.constexpr = SIZES.num_masters
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
-    owner = expert // NUM_MASTERS
+    owner = expert // SIZES.num_masters
     domain = owner // DOMAIN_SIZE
     STEP: tl.constexpr = DOMAIN_SIZE if kept is None else NUM_RANKS
     if kept is None:
         winner = tl.where(decision == PLANNED, tl.load(attempts.winners + domain), -1)
         local = tl.where(winner >= 0, ranks - domain * DOMAIN_SIZE, -1)
         inside = exists & (local >= 0) & (local < DOMAIN_SIZE)
-        start = (domain * (SIZES.search.limit + SIZES.search.thrifty) + winner).to(tl.int64)
+        start = (domain * SIZES.num_attempts + winner).to(tl.int64)
         pair_ptr = attempts.placed + (start * (SIZES.num_slots * DOMAIN_SIZE) + local) * 2
     else:
         inside = ranks < tl.where(decision == PLANNED, NUM_RANKS, 0)
         pair_ptr = kept.placed + ranks * 2
-    first = ranks * (NUM_MASTERS + SIZES.all_slots)  # physical experts of each rank
-    physical = tl.where(ranks == owner, first + expert % NUM_MASTERS, -1)
+    first = ranks * (SIZES.num_masters + SIZES.all_slots)  # physical experts of each rank
+    physical = tl.where(ranks == owner, first + expert % SIZES.num_masters, -1)
     quota = ranks * 0
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
     for slot in tl.static_range(NUM_SLOTS):
         held = tl.load(pair_ptr + slot * (STEP * 2), mask=inside, other=-1)
         amount = tl.load(pair_ptr + slot * (STEP * 2) + 1, mask=inside, other=0)
         quota += tl.where(held == expert, amount, 0)
-        here = first + (NUM_MASTERS + SIZES.first_slot + slot)
+        here = first + (SIZES.num_masters + SIZES.first_slot + slot)
         physical = tl.where(held == expert, here, physical)
     rest = tl.maximum(tl.load(found.expert_load + expert), 0) - tl.sum(quota, axis=0)
     quota += tl.where(ranks == owner, rest, 0)

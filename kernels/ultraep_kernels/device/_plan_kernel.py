@@ -6,8 +6,6 @@ await experts (``stream``). Each waits for programs before it only. In a layer t
 none has anything to wait for once the loads have been surveyed.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -21,15 +19,6 @@ from ultraep_kernels.device.stream import Transfers, follow_program
 COUNTERS = 16  # int32: turns, then arrivals; 1 to 5, 8 and 9 are the search's
 _COUNTERS = tl.constexpr(COUNTERS)
 _WRITTEN, _DONE = tl.constexpr(6), tl.constexpr(7)
-
-
-class _Sender(NamedTuple):
-    """Whose shares and sends are planned."""
-
-    source: Any
-    rank: Any
-    min_saved: Any
-    epoch: Any
 
 
 @triton.jit(
@@ -62,16 +51,15 @@ def plan_kernel(
 ):
     turns_ptr = attempts.turns
     turn = take_turn(turns_ptr)
-    num_attempts: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     KEEPERS: tl.constexpr = 0 if kept is None else 1
-    num_searched: tl.constexpr = SIZES.num_sums + KEEPERS + SIZES.num_domains * num_attempts
+    num_searched: tl.constexpr = SIZES.num_sums + KEEPERS + SIZES.num_domains * SIZES.num_attempts
     if turn < num_searched:
         search(turn, given, attempts, found, kept, state_ptr, SIZES)
     else:
         decision = await_decision(found.decision, turns_ptr, SIZES.search.limit > 0)
         is_planned = decision == PLANNED
         program = turn - num_searched
-        sender = _Sender(source, rank, min_saved, epoch_ptr)
+        sender = source, rank, min_saved, epoch_ptr
         if program < SIZES.num_finished:
             made = attempts, kept, state_ptr
             finish(program, decision, given, made, found, sender, outcome_ptr, SIZES, RELAYS)

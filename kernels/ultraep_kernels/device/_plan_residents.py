@@ -12,18 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import (
-    AVERAGE_SHIFT,
-    FORGET,
-    LATER_BATCHES,
-    MOST_NEW_COPIES,
-    PROGRESS_SHIFT,
-    SOON_BATCHES,
-    SPLIT_SWEEPS,
-    STEP_SWEEPS,
-    TURN,
-    Prices,
-)
+from ultraep_kernels import contract
+from ultraep_kernels.contract import Prices
 from ultraep_kernels.device._plan_attempt import NOBODY, at, relax
 from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
 from ultraep_kernels.device._plan_times import FULL, busiest, least_time
@@ -35,11 +25,11 @@ from ultraep_kernels.device.status import PLANNED, UNPROFITABLE
 # changed, the layer's number; then the slots (S, R), and the average load (E,)
 _BATCHES, _CHANGES, _LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 RESIDENTS = tl.constexpr(3)
-_FORGET, _SHIFT, _TURN = tl.constexpr(FORGET), tl.constexpr(AVERAGE_SHIFT), tl.constexpr(TURN)
-_SOON, _LATER = tl.constexpr(SOON_BATCHES), tl.constexpr(LATER_BATCHES)
-_SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(SPLIT_SWEEPS), tl.constexpr(STEP_SWEEPS)
-_STEPS = tl.constexpr(MOST_NEW_COPIES)
-_PROGRESS = tl.constexpr(PROGRESS_SHIFT)
+_FORGET, _TURN = tl.constexpr(contract.FORGET), tl.constexpr(contract.TURN)
+_SHIFT = tl.constexpr(contract.AVERAGE_SHIFT)
+_SOON, _LATER = tl.constexpr(contract.SOON_BATCHES), tl.constexpr(contract.LATER_BATCHES)
+_SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(contract.SPLIT_SWEEPS), tl.constexpr(contract.STEP_SWEEPS)
+_STEPS = tl.constexpr(contract.MOST_NEW_COPIES)
 _AT_ONCE = tl.constexpr(128)  # experts, or slots
 _FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
@@ -112,14 +102,13 @@ def forget_what_changed(rows, state_ptr, SIZES: tl.constexpr):
 def split_residents(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """The load over what slots hold: rank_load (R,), are copies wanted, is it the layer's turn."""
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = NUM_RANKS * SIZES.num_masters
     NUM_PLACES: tl.constexpr = NUM_RANKS * SIZES.num_slots
     batches = tl.load(state_ptr + _BATCHES)
     average_ptr = state_ptr + RESIDENTS + NUM_PLACES
     index = tl.arange(0, _AT_ONCE)
-    for start in range(0, NUM_EXPERTS, _AT_ONCE):
+    for start in range(0, SIZES.num_experts, _AT_ONCE):
         experts = start + index
-        is_expert = experts < NUM_EXPERTS
+        is_expert = experts < SIZES.num_experts
         load = tl.load(found.expert_load + experts, mask=is_expert, other=0).to(tl.int64)
         before = tl.load(average_ptr + experts, mask=is_expert, other=0)
         before = tl.where(batches > 0, before, load << _SHIFT)
@@ -157,8 +146,6 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """Try new copies one by one; the best slots, and what is known of them, are in memory then."""
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
     NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    NUM_MASTERS: tl.constexpr = SIZES.num_masters
-    NUM_EXPERTS: tl.constexpr = NUM_RANKS * NUM_MASTERS
     NUM_WORDS: tl.constexpr = NUM_RANKS * NUM_SLOTS * 2
     ranks = every_32nd(SIZES.block_all_ranks)
     exists = ranks < NUM_RANKS
@@ -174,10 +161,8 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     while goes_on & (step < _STEPS):
         step += 1
         worse = (time - goal < after - other_goal).to(tl.int32)
-        left_ptr, left_of_better = (
-            kept.left + worse * NUM_EXPERTS,
-            kept.left + (1 - worse) * NUM_EXPERTS,
-        )
+        left_ptr = kept.left + worse * SIZES.num_experts
+        left_of_better = kept.left + (1 - worse) * SIZES.num_experts
         placed_ptr = kept.placed + worse * NUM_WORDS
         placed_of_better = kept.placed + (1 - worse) * NUM_WORDS
         rank_load = tl.where(worse == 1, other_load, now_load)
@@ -192,7 +177,7 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
         if goes_on:
             here = slot, target
             now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
-            second = kept.left + NUM_EXPERTS, kept.placed + NUM_WORDS
+            second = kept.left + SIZES.num_experts, kept.placed + NUM_WORDS
             other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
             now_load = _level(0, now_load, speeds, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
             other_load = _level(1, other_load, speeds, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
@@ -215,28 +200,25 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 
     Copies that are there already keep their slots.
     """
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
     DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     _, time, _, _ = take_best(attempts, SIZES)
     tl.debug_barrier()  # the winners are read
     ranks, slots = every_32nd(SIZES.block_all_ranks), tl.arange(0, SIZES.block_slots)
-    exists = ranks < NUM_RANKS
+    exists = ranks < SIZES.num_ranks
     domain = ranks // DOMAIN_SIZE
     winner = tl.load(attempts.winners + domain, mask=exists, other=-1)
-    start = (domain * NUM_KEYS + winner).to(tl.int64) * NUM_SLOTS
+    start = (domain * SIZES.num_attempts + winner).to(tl.int64) * SIZES.num_slots
     fresh_ptr = attempts.placed + (start * DOMAIN_SIZE + ranks - domain * DOMAIN_SIZE) * 2
     has_fresh = exists & (winner >= 0)
-    is_place = (slots < NUM_SLOTS)[:, None] & exists[None, :]
-    place = slots[:, None] * NUM_RANKS + ranks[None, :]
+    is_place = (slots < SIZES.num_slots)[:, None] & exists[None, :]
+    place = slots[:, None] * SIZES.num_ranks + ranks[None, :]
     held = tl.load(state_ptr + RESIDENTS + place, mask=is_place, other=-1).to(tl.int32)
     needed = (held == -2).to(tl.int32)
-    for number in range(0, NUM_SLOTS):
+    for number in range(0, SIZES.num_slots):
         wanted = tl.load(fresh_ptr + number * (DOMAIN_SIZE * 2), mask=has_fresh, other=-1)
         needed |= (is_place & (held >= 0) & (held == wanted[None, :])).to(tl.int32)
     amounts = held * 0
-    for number in range(0, NUM_SLOTS):
+    for number in range(0, SIZES.num_slots):
         pair_ptr = fresh_ptr + number * (DOMAIN_SIZE * 2)
         wanted = tl.load(pair_ptr, mask=has_fresh, other=-1)
         amount = tl.load(pair_ptr + 1, mask=has_fresh & (wanted >= 0), other=0)
@@ -267,14 +249,13 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 @triton.jit
 def decide(time, gate, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """Follow the plan, which takes ``time``, where it has new copies or pays without."""
-    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
     decision = time.to(tl.int32) * 0 + PLANNED
     if gate is not None:
         places = tl.arange(0, SIZES.block_places)
         is_new, _ = _new_copies(places, kept, state_ptr, SIZES)
         before = time * 0
         for domain in range(0, SIZES.num_domains):
-            worst = tl.load(attempts.keys + (domain + 1) * (NUM_KEYS + 1) - 1) >> 32
+            worst = tl.load(attempts.keys + (domain + 1) * (SIZES.num_attempts + 1) - 1) >> 32
             before = tl.maximum(before, worst)
         none = time * 0
         saved = saved_time(before, time, none, none, gate, SIZES.num_masters)
@@ -293,13 +274,12 @@ def speeds_in(attempts, SIZES: tl.constexpr):
 @triton.jit
 def _goal(rank_load, speeds, SIZES: tl.constexpr):
     """As the survey's: a time, of ranks with ``rank_load`` and every expert at home."""
-    GRAIN: tl.constexpr = SIZES.search.grain
     ranks = every_32nd(SIZES.block_all_ranks)
     least = tl.full((), 0, tl.int64)
     for domain in range(0, SIZES.num_domains):
         is_member = (ranks < SIZES.num_ranks) & (ranks // SIZES.domain_size == domain)
         least = tl.maximum(least, least_time(rank_load, tl.where(is_member, speeds, 0)))
-    return least + (least + GRAIN // 2) // GRAIN
+    return least + (least + SIZES.search.grain // 2) // SIZES.search.grain
 
 
 @triton.jit
@@ -315,14 +295,14 @@ def _split(
     SIZES: tl.constexpr,
 ):
     """rank_load (R,) where a load is split over slots; what is left and placed is in memory."""
-    NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     NUM_PLACES: tl.constexpr = SIZES.num_ranks * SIZES.num_slots
-    left_ptr, placed_ptr = kept.left + number * NUM_EXPERTS, kept.placed + number * (2 * NUM_PLACES)
+    left_ptr = kept.left + number * SIZES.num_experts
+    placed_ptr = kept.placed + number * (2 * NUM_PLACES)
     index = tl.arange(0, _AT_ONCE)
-    for start in range(0, NUM_EXPERTS, _AT_ONCE):
+    for start in range(0, SIZES.num_experts, _AT_ONCE):
         experts = start + index
-        load = tl.load(loads_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-        tl.store(left_ptr + experts, load, mask=experts < NUM_EXPERTS)
+        load = tl.load(loads_ptr + experts, mask=experts < SIZES.num_experts, other=0)
+        tl.store(left_ptr + experts, load, mask=experts < SIZES.num_experts)
     for start in range(0, NUM_PLACES, _AT_ONCE):
         places = start + index
         held = tl.load(slots_ptr + places * STEP, mask=places < NUM_PLACES, other=-1)
@@ -334,21 +314,12 @@ def _split(
 
 @triton.jit
 def _level(number, rank_load, speeds, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
-    return relax(
-        speeds,
-        rank_load,
-        kept.loads + number * SIZES.num_ranks,
-        kept.left + number * (SIZES.num_ranks * SIZES.num_masters),
-        kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots),
-        tl.full((), SIZES.num_ranks, tl.int32),
-        goal,
-        goal >> _PROGRESS,
-        SWEEPS,
-        SIZES.num_slots,
-        SIZES.num_ranks,
-        SIZES.num_masters,
-        SIZES.block_all_ranks,
-    )
+    BLOCK: tl.constexpr = SIZES.block_all_ranks
+    left_ptr = kept.left + number * SIZES.num_experts
+    placed_ptr = kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots)
+    split = kept.loads + number * SIZES.num_ranks, left_ptr, placed_ptr
+    num_ranks = tl.full((), SIZES.num_ranks, tl.int32)
+    return relax(speeds, rank_load, split, num_ranks, goal, SWEEPS, SIZES.num_ranks, BLOCK, SIZES)
 
 
 @triton.jit
@@ -380,19 +351,16 @@ def _pick_expert(donor, both, SIZES: tl.constexpr):
 @triton.jit
 def _pick_slot(expert, donor, room, whole, both, SIZES: tl.constexpr):
     """Rank and slot with most ``room`` (R,) and least that would be missed; NOBODY: none has."""
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     _, _, placed_ptr, placed_of_better = both
     ranks = every_32nd(SIZES.block_all_ranks)
-    exists = ranks < NUM_RANKS
+    exists = ranks < SIZES.num_ranks
     home = tl.maximum(expert, 0) // SIZES.num_masters
-    is_open = exists & (ranks // DOMAIN_SIZE == home // DOMAIN_SIZE) & (room > 0)
+    is_open = exists & (ranks // SIZES.domain_size == home // SIZES.domain_size) & (room > 0)
     is_open = is_open & (ranks != donor) & (ranks != home)
     score = tl.full((SIZES.block_all_ranks,), -_FAR, tl.int64)
     chosen, holds = ranks * 0, ranks * 0
-    for slot in range(0, NUM_SLOTS):
-        offsets = (slot * NUM_RANKS + ranks) * 2
+    for slot in range(0, SIZES.num_slots):
+        offsets = (slot * SIZES.num_ranks + ranks) * 2
         held = tl.load(placed_ptr + offsets, mask=exists, other=-1)
         here = tl.load(placed_ptr + offsets + 1, mask=exists, other=0)
         there = tl.load(placed_of_better + offsets + 1, mask=exists, other=0)
@@ -410,7 +378,6 @@ def _pick_slot(expert, donor, room, whole, both, SIZES: tl.constexpr):
 
 @triton.jit
 def _put(expert, here, rank_load, left_ptr, placed_ptr, SIZES: tl.constexpr):
-    """rank_load with ``expert`` in a slot; what that computes goes back to its master."""
     slot, target = here
     ranks = every_32nd(SIZES.block_all_ranks)
     pair_ptr = placed_ptr + (slot * SIZES.num_ranks + target) * 2
@@ -455,5 +422,4 @@ def _total(time, after, kept, state_ptr, SIZES: tl.constexpr):
 
 @triton.jit
 def _cost(time, prices):
-    """What computing takes, in the unit of ``prices``: no less than reading the experts."""
     return tl.maximum(time * FULL, prices[1])

@@ -36,15 +36,11 @@ _SPLIT, _GROWN = tl.constexpr(8), tl.constexpr(9)
 
 
 @triton.jit
-def _add_up(
-    loads,
-    expert_load_ptr,  # (E,) int32, out; -1 where an expert's loads are impossible
-    program,
-    SIZES: tl.constexpr,
-):
+def _add_up(loads, expert_load_ptr, program, SIZES: tl.constexpr):
+    """Store expert_load (E,) int32; -1 where an expert's loads are impossible."""
     columns = program * SIZES.experts_summed + tl.arange(0, SIZES.experts_summed)
     ranks = tl.arange(0, SIZES.block_all_ranks)
-    is_expert = columns < SIZES.num_ranks * SIZES.num_masters
+    is_expert = columns < SIZES.num_experts
     mask = (ranks < SIZES.num_ranks)[:, None] & is_expert[None, :]
     offsets = ranks.to(tl.int64)[:, None] * loads.stride + columns[None, :]
     values = tl.load(loads.table + offsets, mask=mask, other=0)
@@ -64,10 +60,8 @@ def _attempt(
     SIZES: tl.constexpr,
 ):
     NUM_MASTERS: tl.constexpr = SIZES.num_masters
-    LIMIT: tl.constexpr = SIZES.search.limit
-    THRIFTY: tl.constexpr = SIZES.search.thrifty
-    row_ptr = attempts.keys + domain * (LIMIT + THRIFTY + 1)
-    goal, identity = tl.load(attempts.goal), tl.load(row_ptr + LIMIT + THRIFTY)
+    row_ptr = attempts.keys + domain * (SIZES.num_attempts + 1)
+    goal, identity = tl.load(attempts.goal), tl.load(row_ptr + SIZES.num_attempts)
     numbers = tl.arange(0, SIZES.block_keys)
     made = tl.where(is_second, SIZES.search.first, 0)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
@@ -81,7 +75,7 @@ def _attempt(
         rank_ptr = attempts.ranks + (first_rank + ranks) * 2
         rank_load = tl.load(rank_ptr, mask=ranks < num_ranks, other=0)
         speeds = tl.load(rank_ptr + 1, mask=ranks < num_ranks, other=FULL)
-        index = (domain * (LIMIT + THRIFTY) + number).to(tl.int64)
+        index = (domain * SIZES.num_attempts + number).to(tl.int64)
         left_ptr = attempts.left + index * (SIZES.domain_size * NUM_MASTERS)
         placed_ptr = attempts.placed + index * (SIZES.num_slots * SIZES.domain_size * 2)
         experts = tl.arange(0, SIZES.block_experts)
@@ -89,8 +83,8 @@ def _attempt(
         loads = tl.load(expert_load_ptr + first_rank * NUM_MASTERS + experts, mask=mine, other=0)
         tl.store(left_ptr + experts, loads, mask=mine)
         tl.debug_barrier()
-        is_thrifty = number >= LIMIT
-        near = (number - LIMIT) * goal // SIZES.search.grain
+        is_thrifty = number >= SIZES.search.limit
+        near = (number - SIZES.search.limit) * goal // SIZES.search.grain
         above = tl.where(is_thrifty, near, gap * (number // 2 % 5) // 4)
         threshold = (goal + above).to(tl.int32)
         rank_load, held = attempt(
@@ -99,23 +93,15 @@ def _attempt(
         pair_ptr = placed_ptr + (slots[:, None] * SIZES.domain_size + ranks[None, :]) * 2
         exists = (slots < SIZES.num_slots)[:, None] & (ranks < num_ranks)[None, :]
         time = busiest(rank_load, speeds)
-        if (time > goal) & (number < LIMIT):
+        if (time > goal) & (number < SIZES.search.limit):
             tl.store(pair_ptr, held, mask=exists)
             tl.debug_barrier()
+            split = attempts.loads + index * SIZES.domain_size, left_ptr, placed_ptr
+            SWEEPS: tl.constexpr = SIZES.search.sweeps
+            ROOM: tl.constexpr = SIZES.domain_size
+            BLOCK: tl.constexpr = SIZES.block_ranks
             rank_load = relax(
-                speeds,
-                rank_load,
-                attempts.loads + index * SIZES.domain_size,
-                left_ptr,
-                placed_ptr,
-                num_ranks,
-                goal * 0,  # as far as it gets
-                goal * 0,
-                SIZES.search.sweeps,
-                SIZES.num_slots,
-                SIZES.domain_size,
-                NUM_MASTERS,
-                SIZES.block_ranks,
+                speeds, rank_load, split, num_ranks, goal * 0, SWEEPS, ROOM, BLOCK, SIZES
             )
             time = busiest(rank_load, speeds)
             held = tl.where(tl.load(pair_ptr + 1, mask=exists, other=0) == 0, -1, held)
@@ -147,15 +133,8 @@ def _keep(given, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
         else:
             if is_turn:
                 rank_load = split_again(attempts, found, kept, SIZES)
-            decide(
-                busiest(rank_load, speeds_in(attempts, SIZES)),
-                given.gate,
-                attempts,
-                found,
-                kept,
-                state_ptr,
-                SIZES,
-            )
+            time = busiest(rank_load, speeds_in(attempts, SIZES))
+            decide(time, given.gate, attempts, found, kept, state_ptr, SIZES)
             arrive(turns_ptr + _DECIDED)
 
 
@@ -170,18 +149,11 @@ def _is_wanted(decision_ptr, kept, turns_ptr):
 
 
 @triton.jit
-def search(
-    turn,  # of this program, below ``num_searched``
-    given,
-    attempts,
-    found,
-    kept,
-    state_ptr,
-    SIZES: tl.constexpr,
-):
+def search(turn, given, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """A program adds up loads, or makes an attempt; and what comes next, where it is the last.
 
-    Where copies stay one looks after them, and attempts are made where that wants new ones.
+    Where copies stay one looks after them, and attempts are made where that wants new ones. The
+    program's ``turn`` is below ``num_searched``.
     """
     KEEPERS: tl.constexpr = 0 if kept is None else 1
     turns_ptr = attempts.turns

@@ -31,8 +31,6 @@ class RowWanted(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What the kernel is compiled for."""
-
     num_experts: int
     num_bins: int  # a power of two, at least E
     num_sums: int  # programs of the running sum
@@ -46,16 +44,15 @@ class _Sizes(NamedTuple):
 
 @triton.jit
 def _count_block(ids_ptr, before_ptr, num_ids, block, SIZES: tl.constexpr):
-    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
     offsets = block * SIZES.block + tl.arange(0, SIZES.block)
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
-    valid = (ids >= 0) & (ids < NUM_EXPERTS)
+    valid = (ids >= 0) & (ids < SIZES.num_experts)
     counts = tl.histogram(tl.where(valid, ids, 0).to(tl.int32), SIZES.num_bins, mask=valid)
     unknown = tl.sum(((ids != -1) & ~valid).to(tl.int32), axis=0)
     bins = tl.arange(0, SIZES.num_bins)
-    row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
-    tl.store(row_ptr + bins, counts, mask=bins < NUM_EXPERTS)
-    tl.store(row_ptr + NUM_EXPERTS, unknown)
+    row_ptr = before_ptr + block.to(tl.int64) * (SIZES.num_experts + 1)
+    tl.store(row_ptr + bins, counts, mask=bins < SIZES.num_experts)
+    tl.store(row_ptr + SIZES.num_experts, unknown)
 
 
 @triton.jit
@@ -106,14 +103,7 @@ def _count_kernel(
         _add_up_columns(before_ptr, total_ptr, turn - num_blocks, num_blocks, SIZES)
         if arrive(turns_ptr + 2) == SIZES.num_sums - 1:
             if wanted.choice is not None:
-                fill_row(
-                    total_ptr,
-                    wanted.choice,
-                    row_ptr,
-                    SIZES.num_experts,
-                    SIZES.has_load,
-                    SIZES.block_experts,
-                )
+                fill_row(total_ptr, wanted.choice, row_ptr, SIZES)
             if wanted.inboxes is not None:
                 arrive(turns_ptr + 3)
             else:

@@ -17,24 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import (
-    CHECKSUM,
-    FLAG_BYTES,
-    FORGET,
-    HEADER_WIDTH,
-    POLICY,
-    TIME,
-    UNKNOWN,
-)
+from ultraep_kernels import contract
 from ultraep_kernels.device._signals import peek, post, wait
 from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
-_FLAG_BYTES = tl.constexpr(FLAG_BYTES)
-_HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
-_POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
-_CHECKSUM = tl.constexpr(CHECKSUM)
-_TIME, _FORGET = tl.constexpr(TIME), tl.constexpr(FORGET)
+_FLAG_BYTES = tl.constexpr(contract.FLAG_BYTES)
+_HEADER_WIDTH = tl.constexpr(contract.HEADER_WIDTH)
+_POLICY, _UNKNOWN = tl.constexpr(contract.POLICY), tl.constexpr(contract.UNKNOWN)
+_CHECKSUM = tl.constexpr(contract.CHECKSUM)
+_TIME, _FORGET = tl.constexpr(contract.TIME), tl.constexpr(contract.FORGET)
 
 
 class Inboxes(NamedTuple):
@@ -70,13 +62,12 @@ def exchange_program(
 ):
     """One program's part; whether it is the last to finish, when the epoch has been counted."""
     row_ptr, inboxes, out_ptr, patience_ns = given
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
     rank, status_ptr = inboxes.rank, inboxes.status
     epoch = tl.load(inboxes.epoch) + 1
-    peer = program % NUM_RANKS
+    peer = program % SIZES.num_ranks
     columns = tl.arange(0, SIZES.block)
     mask = columns < SIZES.width
-    if program < NUM_RANKS:
+    if program < SIZES.num_ranks:
         if (peek(status_ptr) & TIMEOUTS) == 0:
             row = tl.load(row_ptr + columns, mask=mask, other=0)
             address = _row_address(inboxes, peer, rank, epoch, SIZES)
@@ -91,7 +82,7 @@ def exchange_program(
         row = tl.load(source, mask=there, other=0)
         tl.store(out_ptr + peer * SIZES.width + columns, row, mask=mask)
     finished = arrive(inboxes.epoch + 1) + 1
-    is_last = finished % (2 * NUM_RANKS) == 0  # all others have read the epoch
+    is_last = finished % (2 * SIZES.num_ranks) == 0  # all others have read the epoch
     if is_last:
         tl.store(inboxes.epoch, epoch)
     return is_last
@@ -105,7 +96,7 @@ def _exchange_kernel(row_ptr, inboxes, out_ptr, patience_ns: tl.int64, SIZES: tl
 
 def inbox_bytes(num_ranks: int, width: int) -> int:
     """Size of a rank's inbox: R flags and twice R rows of ``width`` int32. Zero at first."""
-    return num_ranks * (FLAG_BYTES + 2 * width * 4)
+    return num_ranks * (contract.FLAG_BYTES + 2 * width * 4)
 
 
 def new_epoch(device: torch.device | str) -> torch.Tensor:
@@ -139,16 +130,14 @@ def fill_row(
     total_ptr,  # (E + 1,) int32: load, then how many ids could not be counted
     choice_ptr,  # (3,) int32, as ``contract.Choice``
     row_ptr,  # (W,) int32, out
-    NUM_EXPERTS: tl.constexpr,
-    HAS_LOAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,  # as those of ``count``
 ):
-    """This rank's row: W = HEADER_WIDTH, and E more with HAS_LOAD; else a checksum of the load."""
-    experts = tl.arange(0, BLOCK)
-    mask = experts < NUM_EXPERTS
+    """This rank's row: W = HEADER_WIDTH, and E more where it has a load; else its checksum."""
+    experts = tl.arange(0, SIZES.block_experts)
+    mask = experts < SIZES.num_experts
     load = tl.load(total_ptr + experts, mask=mask, other=0)
     checksum = tl.sum(load, axis=0) * 0
-    if HAS_LOAD:
+    if SIZES.has_load:
         tl.store(row_ptr + _HEADER_WIDTH + experts, load, mask=mask)
     else:
         bits = load.to(tl.uint32) * 0x9E3779B1 + experts.to(tl.uint32) * 0x85EBCA77
@@ -157,7 +146,7 @@ def fill_row(
         checksum = tl.xor_sum(bits.to(tl.int32), axis=0)
     columns = tl.arange(0, _HEADER_WIDTH)
     header = tl.where(columns == _POLICY, tl.load(choice_ptr), 0)
-    header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + NUM_EXPERTS), header)
+    header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + SIZES.num_experts), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
     header = tl.where(columns == _TIME, tl.load(choice_ptr + 1), header)
     header = tl.where(columns == _FORGET, tl.load(choice_ptr + 2), header)

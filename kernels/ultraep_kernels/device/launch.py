@@ -111,8 +111,6 @@ class Launch:
 
 
 class _Config(ctypes.Structure):
-    """``CUlaunchConfig`` of the driver."""
-
     _fields_ = [
         *[(f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"],
         ("shared_bytes", ctypes.c_uint),
@@ -137,5 +135,4 @@ def _word(value: Any) -> int:
 
 @cache
 def _launch_kernel() -> Any:
-    """``cuLaunchKernelEx`` of the driver."""
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -29,7 +29,6 @@ def store_outcome(
     given, attempts, found = known
     held, amount, copied = slots
     NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     index = tl.arange(0, BLOCK)
     tl.store(out_ptr, decision)
     tl.store(out_ptr + 1, tl.load(given.rows.table + _POLICY))
@@ -38,14 +37,14 @@ def store_outcome(
         speeds = tl.load(attempts.ranks + ranks * 2 + 1, mask=ranks < NUM_RANKS, other=0)
         tl.store(out_ptr + _HEAD_WIDTH + ranks, speeds, mask=ranks < NUM_RANKS)
     loads_ptr = out_ptr + _HEAD_WIDTH + NUM_RANKS
-    for start in range(0, NUM_EXPERTS, BLOCK):
+    for start in range(0, SIZES.num_experts, BLOCK):
         experts = start + index
-        is_expert = experts < NUM_EXPERTS
+        is_expert = experts < SIZES.num_experts
         load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
         tl.store(loads_ptr + experts, load, mask=is_expert)
         own = tl.load(own_ptr + experts, mask=is_expert, other=0).to(tl.int32)
-        tl.store(loads_ptr + NUM_EXPERTS + experts, own, mask=is_expert)
-    places_ptr = loads_ptr + 2 * NUM_EXPERTS
+        tl.store(loads_ptr + SIZES.num_experts + experts, own, mask=is_expert)
+    places_ptr = loads_ptr + 2 * SIZES.num_experts
     count: tl.constexpr = NUM_RANKS * SIZES.all_slots
     tl.store(places_ptr + index, held, mask=index < count)
     tl.store(places_ptr + count + index, amount, mask=index < count)

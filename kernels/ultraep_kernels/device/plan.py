@@ -116,12 +116,14 @@ class PlanSizes(NamedTuple):
 
     num_ranks: int
     num_masters: int
+    num_experts: int
     num_slots: int  # of a rank, planned for
     all_slots: int  # of a rank
     first_slot: int  # of those, from which ``num_slots`` are planned for
     domain_size: int
     num_domains: int
     search: Search  # without attempts where nothing can be copied
+    num_attempts: int  # in each domain
     num_sums: int  # programs that add up loads
     num_finished: int  # programs that write the plan out
     block_all_experts: int
@@ -137,15 +139,6 @@ class PlanSizes(NamedTuple):
     writes_identity: bool = True  # quotas, shares and places of a layer that is left alone too
     experts_summed: int = _EXPERTS_SUMMED
     masters_at_once: int = 8  # of every rank, added up together
-
-    @property
-    def num_experts(self) -> int:
-        return self.num_ranks * self.num_masters
-
-    @property
-    def num_attempts(self) -> int:
-        """In each domain."""
-        return self.search.limit + self.search.thrifty
 
     @property
     def num_programs(self) -> int:
@@ -283,12 +276,14 @@ def plan_sizes(
     return PlanSizes(
         num_ranks=num_ranks,
         num_masters=masters,
+        num_experts=num_experts,
         num_slots=num_replica_slots,
         all_slots=num_replica_slots * num_micro_batches,
         first_slot=num_replica_slots * micro_batch,
         domain_size=size,
         num_domains=-(-num_ranks // size),
         search=search,
+        num_attempts=search.limit + search.thrifty,
         num_sums=-(-num_experts // _EXPERTS_SUMMED),
         num_finished=1 + num_experts,
         block_all_experts=_block(num_experts),

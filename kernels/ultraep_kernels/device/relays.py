@@ -55,20 +55,17 @@ def assign_senders(
     What it reads, it or another launch has written.
     """
     NUM_RANKS: tl.constexpr = RULE.num_ranks
-    NUM_MASTERS: tl.constexpr = RULE.num_masters
     NUM_SLOTS: tl.constexpr = RULE.num_slots
-    BLOCK: tl.constexpr = RULE.block
-    TILE: tl.constexpr = RULE.tile
     count: tl.constexpr = NUM_RANKS * NUM_SLOTS
-    places = tl.arange(0, BLOCK)
+    places = tl.arange(0, RULE.block)
     expert = tl.load(slot_expert_ptr + places, mask=places < count, other=-1)
-    owner = tl.maximum(expert, 0) // NUM_MASTERS
-    parent = tl.full((BLOCK,), -1, tl.int32)
+    owner = tl.maximum(expert, 0) // RULE.num_masters
+    parent = tl.full((RULE.block,), -1, tl.int32)
     if RULE.min_replicas > 0:
-        replicas = tl.full((BLOCK,), 0, tl.int32)
-        turn = tl.full((BLOCK,), 0, tl.int32)
-        for start in range(0, count, TILE):
-            others = start + tl.arange(0, TILE)
+        replicas = tl.full((RULE.block,), 0, tl.int32)
+        turn = tl.full((RULE.block,), 0, tl.int32)
+        for start in range(0, count, RULE.tile):
+            others = start + tl.arange(0, RULE.tile)
             held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)
             same = held[:, None] == expert[None, :]
             before = same & (others[:, None] < places[None, :])
@@ -76,15 +73,15 @@ def assign_senders(
             turn += tl.sum(before.to(tl.int32), axis=0)
         tl.store(sends.turn + places, turn, mask=places < count)
         tl.debug_barrier()
-        relays = tl.full((BLOCK,), 1, tl.int32)
+        relays = tl.full((RULE.block,), 1, tl.int32)
         for root in tl.static_range(2, _MAX_RELAYS + 1):
             relays += (replicas >= root * root).to(tl.int32)
         relays = tl.where(replicas >= RULE.min_replicas, relays, tl.maximum(replicas, 1))
         relayed = (expert >= 0) & (turn >= relays)
         wanted = turn % relays
-        relay = tl.full((BLOCK,), 0, tl.int32)
-        for start in range(0, count, TILE):
-            others = start + tl.arange(0, TILE)
+        relay = tl.full((RULE.block,), 0, tl.int32)
+        for start in range(0, count, RULE.tile):
+            others = start + tl.arange(0, RULE.tile)
             held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)
             turns = tl.load(sends.turn + others, mask=others < count, other=-1)
             match = (held[:, None] == expert[None, :]) & (turns[:, None] == wanted[None, :])
@@ -104,7 +101,7 @@ def assign_senders(
     here = target * NUM_SLOTS + places % NUM_SLOTS
     expert = tl.load(slot_expert_ptr + here, mask=places < count, other=-1)
     parent = tl.load(sends.parents + here, mask=places < count, other=-1)
-    owner = tl.maximum(expert, 0) // NUM_MASTERS
+    owner = tl.maximum(expert, 0) // RULE.num_masters
     sender = tl.where(parent >= 0, parent // NUM_SLOTS, owner)
     for kind in tl.static_range(2):
         mine = (sender == rank) & (expert >= 0) & ((parent >= 0) == (kind == 1))

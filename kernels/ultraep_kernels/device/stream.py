@@ -115,10 +115,9 @@ def _transfer(
     SIZES: tl.constexpr,
 ):
     """Send, or forward, a program's share of the chunks; how many of them it is through with."""
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
     STEP: tl.constexpr = SIZES.programs.relays if IS_RELAY else SIZES.programs.senders
     sends, reach, rank = work.sends, work.reach, work.rank
-    row_ptr = sends.tasks + (SIZES.num_ranks * NUM_SLOTS + 1 if IS_RELAY else 0)
+    row_ptr = sends.tasks + (SIZES.num_ranks * SIZES.num_slots + 1 if IS_RELAY else 0)
     num_sends, num_chunks = tl.load(row_ptr), tl.load(work.chunks).to(tl.int32)
     goes_on = num_sends >= 0
     while goes_on & (program + done * STEP < num_sends * num_chunks):
@@ -130,7 +129,7 @@ def _transfer(
         region, stride = tl.load(chunk_ptr + 1), tl.load(chunk_ptr + 2)
         arrived = num_sends >= 0
         if IS_RELAY:
-            own = tl.load(sends.parents + place) % NUM_SLOTS
+            own = tl.load(sends.parents + place) % SIZES.num_slots
             flag = _flag_address(reach, rank, own, chunk)
             bit: tl.constexpr = RELAY_TIMEOUT if IS_LAST else 0
             arrived = wait(flag, work.epoch, work.patience_ns, reach.status, bit)
@@ -139,7 +138,7 @@ def _transfer(
             own = expert - rank * SIZES.num_masters
             source = tl.load(chunk_ptr) + own * stride
         if arrived:
-            peer, slot = place // NUM_SLOTS, place % NUM_SLOTS
+            peer, slot = place // SIZES.num_slots, place % SIZES.num_slots
             target = tl.load(reach.pools + peer) + region + slot * stride
             _copy(target, source, tl.load(chunk_ptr + 3), SIZES.block)
             post(_flag_address(reach, peer, slot, chunk), work.epoch)
@@ -216,11 +215,10 @@ def _copy_part(
     IS_LAST: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    SENDERS: tl.constexpr = SIZES.programs.senders
-    if program < SENDERS:
+    if program < SIZES.programs.senders:
         _transfer(program, program * 0, work, False, True, SIZES)
     elif SIZES.programs.relays > 0:
-        relay = program - SENDERS
+        relay = program - SIZES.programs.senders
         done = _transfer(relay, program * 0, work, True, IS_LAST, SIZES)
         tl.store(work.sends.forwarded + relay, done)
 
@@ -242,21 +240,14 @@ def _stream_kernel(chunks_ptr, sends, slot_expert_ptr, reach, rank, SIZES: tl.co
 
 @triton.jit(do_not_specialize=["rank", "patience_ns"])
 def _receive_kernel(
-    chunks_ptr,
-    patience_ns: tl.int64,
-    sends,
-    slot_expert_ptr,
-    reach,
-    rank,
-    SIZES: tl.constexpr,
+    chunks_ptr, patience_ns: tl.int64, sends, slot_expert_ptr, reach, rank, SIZES: tl.constexpr
 ):
     program, epoch = take_turn(sends.turns + 2), tl.load(sends.epoch)
     work = Transfers(sends, slot_expert_ptr, reach, rank, chunks_ptr, epoch, patience_ns)
     is_planned = tl.load(sends.decision) == PLANNED
-    RELAYS: tl.constexpr = SIZES.programs.relays
-    if program >= RELAYS:
-        _await_slot(program - RELAYS, is_planned, work, SIZES)
-    elif is_planned & (RELAYS > 0):
+    if program >= SIZES.programs.relays:
+        _await_slot(program - SIZES.programs.relays, is_planned, work, SIZES)
+    elif is_planned & (SIZES.programs.relays > 0):
         _transfer(program, tl.load(sends.forwarded + program), work, True, True, SIZES)
     _leave(sends.turns + 2)
 

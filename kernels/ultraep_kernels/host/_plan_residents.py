@@ -18,19 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import (
-    AVERAGE_SHIFT,
-    FULL_SPEED,
-    LATER_BATCHES,
-    MOST_NEW_COPIES,
-    PROGRESS_SHIFT,
-    SOON_BATCHES,
-    SPLIT_SWEEPS,
-    STEP_SWEEPS,
-    IntArray,
-    Prices,
-    Search,
-)
+from ultraep_kernels import contract
+from ultraep_kernels.contract import FULL_SPEED, IntArray, Prices, Search
 from ultraep_kernels.host._compile import compiled
 from ultraep_kernels.host._plan_search import (
     Placement,
@@ -46,8 +35,6 @@ Counts = NDArray[np.int64]
 
 
 class _Group(NamedTuple):
-    """What all scenarios have in common."""
-
     speeds: Counts  # (R,), the fastest at FULL_SPEED
     domain_size: int
     grain: int
@@ -57,8 +44,6 @@ class _Group(NamedTuple):
 
 
 class _Scenario(NamedTuple):
-    """A load and how it is split."""
-
     goal: int  # a time
     split: Placement
 
@@ -89,9 +74,9 @@ def keep_replicas(
     wants = _cost(time, prices) - _cost(now.goal, prices) > prices.copy
     if not wants and not is_turn:
         return now.split.slots, now.split.quotas
-    mirror = np.maximum(2 * (average >> AVERAGE_SHIFT) - expert_load, 0)
+    mirror = np.maximum(2 * (average >> contract.AVERAGE_SHIFT) - expert_load, 0)
     other = _scenario(mirror, residents, group)
-    batches = LATER_BATCHES if is_turn else SOON_BATCHES
+    batches = contract.LATER_BATCHES if is_turn else contract.SOON_BATCHES
     best, slots = _grow(now, other, batches, group)
     if wants:
         fresh, quotas = place_replicas(expert_load, speeds, residents.shape[1], domain_size, search)
@@ -113,7 +98,7 @@ def _scenario(expert_load: Counts, slots: IntArray, group: _Group) -> _Scenario:
     goal = least_time(rank_load, group.speeds, group.domain_size)
     goal += (goal + group.grain // 2) // group.grain
     split = Placement(rank_load, expert_load.copy(), slots.copy(), quotas)
-    level(SPLIT_SWEEPS, goal, goal >> PROGRESS_SHIFT, group.speeds, split)
+    level(contract.SPLIT_SWEEPS, goal, group.speeds, split)
     return _Scenario(goal, split)
 
 
@@ -141,7 +126,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
     time = busiest_time(now.split.rank_load, speeds)
     after = busiest_time(other.split.rank_load, speeds)
     best = _total(time, after, slots, batches, group)
-    for _ in range(MOST_NEW_COPIES):
+    for _ in range(contract.MOST_NEW_COPIES):
         worse, better = now, other
         if time - now.goal < after - other.goal:
             worse, better = other, now
@@ -157,7 +142,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
             break
         for each in (now, other):
             _put(expert, target, slot, each.split)
-            level(STEP_SWEEPS, each.goal, each.goal >> PROGRESS_SHIFT, speeds, each.split)
+            level(contract.STEP_SWEEPS, each.goal, speeds, each.split)
         time = busiest_time(now.split.rank_load, speeds)
         after = busiest_time(other.split.rank_load, speeds)
         cost = _total(time, after, now.split.slots, batches, group)
@@ -206,7 +191,6 @@ def _pick_slot(
 
 @compiled
 def _put(expert: int, rank: int, slot: int, split: Placement) -> None:
-    """Put ``expert`` into a slot; what the slot computes goes back to its master."""
     before, amount = split.slots[rank, slot], split.quotas[rank, slot]
     if before >= 0:
         split.left[before] += amount

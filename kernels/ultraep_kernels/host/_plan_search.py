@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
+from ultraep_kernels.contract import FULL_SPEED, PROGRESS_SHIFT, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
 Counts = NDArray[np.int64]
@@ -242,7 +242,7 @@ def _attempt(
 @compiled
 def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
     """Level an attempt's copies; never raises the busiest rank's time. Idle copies go."""
-    level(sweeps, int(False), int(False), speeds, made)
+    level(sweeps, int(False), speeds, made)
     for rank in range(made.slots.shape[0]):
         for slot in range(made.slots.shape[1]):
             if made.quotas[rank, slot] == 0:
@@ -250,16 +250,16 @@ def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
 
 
 @compiled
-def level(sweeps: int, goal: int, least: int, speeds: Counts, made: Placement) -> None:
+def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
     """Level each copy's rank with its master's in turn; never raises the longer of their times.
 
     Ends before all ``sweeps`` where the busiest rank is at the ``goal``, a time, and after one
-    that lowered its time by less than ``least``.
+    that lowered its time by little of that.
     """
     rank_load, left, slots, quotas = made
     num_masters = left.size // rank_load.size
     time = busiest_time(rank_load, speeds)
-    gained = least
+    gained = least = goal >> PROGRESS_SHIFT
     for _ in range(sweeps):
         if time <= goal or gained < least:
             return
@@ -298,7 +298,6 @@ def _time(load: int, speed: int) -> int:
 
 @compiled
 def _pick_donor(room: Counts, seed: int, step: int) -> int:
-    """The rank furthest above its capacity, -1 if none is above."""
     donor, most = -1, 0
     for rank in range(room.size):
         if room[rank] < 0:
@@ -310,7 +309,6 @@ def _pick_donor(room: Counts, seed: int, step: int) -> int:
 
 @compiled
 def _pick_expert(left: Counts, donor: int, num_masters: int, seed: int, step: int) -> int:
-    """The donor's expert with most left on its master."""
     expert, most = -1, -1
     for other in range(donor * num_masters, (donor + 1) * num_masters):
         weighted = _weigh(left[other], seed, step, other)
@@ -321,13 +319,7 @@ def _pick_expert(left: Counts, donor: int, num_masters: int, seed: int, step: in
 
 @compiled
 def _pick_target(
-    room: Counts,
-    slots: IntArray,
-    expert: int,
-    excess: int,
-    tight: bool,
-    seed: int,
-    step: int,
+    room: Counts, slots: IntArray, expert: int, excess: int, tight: bool, seed: int, step: int
 ) -> int:
     """A rank with room, a free slot and no copy of ``expert``, -1 if there is none."""
     num_slots = slots.shape[1]

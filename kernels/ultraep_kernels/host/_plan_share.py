@@ -31,11 +31,7 @@ def count_experts(loads: Counts) -> Counts:
 
 @compiled
 def split_quota(
-    loads: Counts,
-    expert_load: Counts,
-    slot_expert: IntArray,
-    slot_quota: Counts,
-    source: int,
+    loads: Counts, expert_load: Counts, slot_expert: IntArray, slot_quota: Counts, source: int
 ) -> tuple[IntArray, IntArray]:
     """What every rank computes, and what ``source`` sends where: quota and share, int32 (E, R).
 

@@ -14,35 +14,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import (
-    CHECKSUM,
-    DOUBT,
-    FORGET,
-    HEADER_WIDTH,
-    POLICY,
-    TIME,
-    UNKNOWN,
-    Choice,
-)
+from ultraep_kernels import contract
+from ultraep_kernels.contract import Choice
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
 
 def write_row(
-    load: NDArray[np.int64],
-    unknown: int,
-    choice: Choice,
-    has_load: bool,
-    doubt: bool = False,
+    load: NDArray[np.int64], unknown: int, choice: Choice, has_load: bool, doubt: bool = False
 ) -> NDArray[np.int64]:
     """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
 
     ``unknown`` ids could not be counted; ``doubt`` is this rank's, see ``contract``.
     """
-    header = [0] * HEADER_WIDTH
-    header[POLICY], header[TIME], header[FORGET] = choice
-    header[UNKNOWN], header[CHECKSUM] = unknown, zlib.crc32(load.data)
-    header[DOUBT] = doubt
+    header = [0] * contract.HEADER_WIDTH
+    header[contract.POLICY], header[contract.TIME], header[contract.FORGET] = choice
+    header[contract.UNKNOWN], header[contract.CHECKSUM] = unknown, zlib.crc32(load.data)
+    header[contract.DOUBT] = doubt
     row = np.array(header, dtype=np.int64)
     return np.concatenate((row, load)) if has_load else row
 
@@ -52,9 +40,9 @@ def contradictions(rows: Any) -> tuple[bool, bool, bool]:
     """Of all ranks' ``rows`` (R, W): has one a doubt, or unknown ids, and do checksums differ."""
     doubt = unknown = differ = False
     for rank in range(rows.shape[0]):
-        doubt |= rows[rank, DOUBT] != 0
-        unknown |= rows[rank, UNKNOWN] != 0
-        differ |= rows[rank, CHECKSUM] != rows[0, CHECKSUM]
+        doubt |= rows[rank, contract.DOUBT] != 0
+        unknown |= rows[rank, contract.UNKNOWN] != 0
+        differ |= rows[rank, contract.CHECKSUM] != rows[0, contract.CHECKSUM]
     return doubt, unknown, differ
 
 
@@ -79,14 +67,9 @@ def wait_flags(flag_addresses: Any, epoch: int, spins: int) -> int:
 
 
 @compiled
-def _gather_kernel(rows_addresses: Any, epoch: int, out: Any) -> None:
-    size = out.shape[1] * 8
-    for rank in range(rows_addresses.size):
-        copy_bytes(out[rank].ctypes.data, rows_addresses[rank] + (epoch % 2) * size, size)
-
-
 def gather_rows(rows_addresses: NDArray[np.int64], epoch: int, width: int) -> NDArray[np.int64]:
     """All ranks' rows (R, W) int64 of ``epoch``; every flag must have reached it."""
-    out = np.empty((rows_addresses.size, width), dtype=np.int64)
-    _gather_kernel(rows_addresses, epoch, out)
+    out, size = np.empty((rows_addresses.size, width), np.int64), width * 8
+    for rank in range(rows_addresses.size):
+        copy_bytes(out[rank].ctypes.data, rows_addresses[rank] + (epoch % 2) * size, size)
     return out

@@ -13,7 +13,7 @@ from ultraep_kernels.host._plan_residents import keep_replicas
 from ultraep_kernels.host._plan_search import busiest_time, least_time, place_replicas
 from ultraep_kernels.host._plan_share import count_experts, split_quota
 
-__all__ = ["busiest_time", "identity_plan", "least_time", "plan", "plan_beside_residents"]
+__all__ = ["busiest_time", "least_time", "plan", "plan_beside_residents"]
 
 _MOST_ASSIGNMENTS = np.iinfo(np.int32).max  # of one expert: a quota is int32
 
@@ -64,14 +64,6 @@ def plan_beside_residents(
     slot_expert = np.where(slot_quota > 0, held, np.int32(-1))
     quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
     return Plan(slot_expert, np.where(held != stayed[1], held, np.int32(-1)), quota, share)
-
-
-def identity_plan(loads: NDArray[np.int64], num_replica_slots: int, source_rank: int) -> Plan:
-    """Every expert on its master, no replicas; arguments and errors as ``plan``."""
-    slot_expert = np.full((loads.shape[0], num_replica_slots), -1, np.int32)
-    slot_quota = np.zeros(slot_expert.shape, np.int64)
-    quota, share = split_quota(loads, _count(loads), slot_expert, slot_quota, source_rank)
-    return Plan(slot_expert, copied=slot_expert, quota=quota, share=share)
 
 
 def _count(loads: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -46,10 +46,7 @@ def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, paren
 
 
 def relay_parents(
-    slot_expert: NDArray[np.int32],
-    num_masters: int,
-    mode: str,
-    min_saved: int = MIN_FAN_OUT_SAVED,
+    slot_expert: NDArray[np.int32], num_masters: int, mode: str, min_saved: int = MIN_FAN_OUT_SAVED
 ) -> NDArray[np.int64]:
     """Who sends each slot its weights, (R, S) int64: -1 the master, else ``rank * S + slot``.
 

@@ -66,10 +66,14 @@ def _reroute_kernel(topk_ids: Any, share: Any, physical: Any, out: Any) -> bool:
 
 
 @compiled
-def _table_kernel(slot_expert: Any, num_masters: int, table: Any) -> None:
+def physical_table(slot_expert: NDArray[np.int32], num_masters: int) -> NDArray[np.int32]:
+    """Physical id of each expert on each rank, (E, R) int32, -1 where it has no copy.
+
+    ``slot_expert`` (R, S) logical expert in each replica slot, -1 empty.
+    """
     num_ranks, num_slots = slot_expert.shape
     width = num_masters + num_slots
-    table[:] = -1
+    table = np.full((num_ranks * num_masters, num_ranks), -1, np.int32)
     for expert in range(table.shape[0]):
         owner = expert // num_masters
         table[expert, owner] = owner * width + expert % num_masters
@@ -77,16 +81,6 @@ def _table_kernel(slot_expert: Any, num_masters: int, table: Any) -> None:
         for slot in range(num_slots):
             if slot_expert[rank, slot] >= 0:
                 table[slot_expert[rank, slot], rank] = rank * width + num_masters + slot
-
-
-def physical_table(slot_expert: NDArray[np.int32], num_masters: int) -> NDArray[np.int32]:
-    """Physical id of each expert on each rank, (E, R) int32, -1 where it has no copy.
-
-    ``slot_expert`` (R, S) logical expert in each replica slot, -1 empty.
-    """
-    num_ranks = slot_expert.shape[0]
-    table = np.empty((num_ranks * num_masters, num_ranks), dtype=np.int32)
-    _table_kernel(slot_expert, num_masters, table)
     return table
 
 

@@ -23,14 +23,6 @@ class Reach(NamedTuple):
 
 
 @compiled
-def _is_sender(rank: int, expert: int, parent: int, num_masters: int, num_slots: int) -> bool:
-    """Whether ``rank`` sends ``expert`` to a slot with this ``parent``."""
-    if expert < 0:
-        return False
-    return (parent // num_slots if parent >= 0 else expert // num_masters) == rank
-
-
-@compiled
 def stream_chunks(
     parents: Any,
     slot_expert: Any,
@@ -58,7 +50,8 @@ def stream_chunks(
             target = (rank + step // num_slots) % num_ranks
             slot = step % num_slots
             expert, parent = slot_expert[target, slot], parents[target, slot]
-            if not _is_sender(rank, expert, parent, num_masters, num_slots):
+            sender = parent // num_slots if parent >= 0 else expert // num_masters
+            if expert < 0 or sender != rank:
                 continue
             own = parent % num_slots
             while progress[target, slot] < chunks.shape[0]:

@@ -28,6 +28,7 @@ from tests.emulated_gpu.kernels.ranks import (
     measured_picoseconds,
     new_rank,
 )
+from tests.support.costs import FREE
 from tests.support.offline import Launch, recorded_launches
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import micro_batch
@@ -295,7 +296,8 @@ class Cluster:
         policies: Any = rank.recorder if rank.number == 0 else None
         recorder: Any = rank.recorder
         with mock.patch.object(micro_batch, "SideStream", side_effect=lambda _: _Side(self, rank)):
-            rank.balancer = DeviceBalancer(rank.setup, rank.layers, rank.fabric, policies, recorder)
+            given = rank.setup, rank.layers, rank.fabric, policies, recorder, FREE
+            rank.balancer = DeviceBalancer(*given)
         rank.balancer._choice._own_time.picoseconds = measured_picoseconds(rank.number)
 
     def _register_mapped(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tests.emulated_gpu.kernels.ranks import Weights, measured_picoseconds
+from tests.support.costs import FREE
 from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -91,7 +92,7 @@ class Twins:
             wait_slots=lambda *_: None,
         )
         recorder: Any = self._recorders[rank]
-        balancer = HostBalancer(setup, layers, fabric, None if rank else recorder, recorder)
+        balancer = HostBalancer(setup, layers, fabric, None if rank else recorder, recorder, FREE)
         balancer._own_time.picoseconds = measured_picoseconds(rank)
         return balancer
 

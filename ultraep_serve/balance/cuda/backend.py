@@ -14,15 +14,13 @@ from ultraep_kernels.device.stream import Programs
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, LayerSamples
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
-from ultraep_serve.costs.model import CostModel
-from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,6 +35,7 @@ _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where read
 class DeviceBackend(Backend):
     """Of ranks with a GPU each, found in the run directory, between hosts through the engine."""
 
+    balancer_class = DeviceBalancer
     fabric: DeviceFabric
 
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
@@ -81,22 +80,11 @@ class DeviceBackend(Backend):
         path = setup.config.run_path
         return SocketRendezvous(path, location.rank, domain, setup.connect_seconds)
 
-    def make_balancer(
-        self,
-        policies: ControlPage | None,
-        recorder: Recorder,
-        costs: CostModel,
-        samples: LayerSamples | None = None,
-    ) -> DeviceBalancer:
-        integers = costs.integer_costs()
-        balancer = DeviceBalancer(
-            self.setup, self.layers, self.fabric, policies, recorder, integers, samples
-        )
+    def _warm_up(self, balancer: DeviceBalancer, recorder: Recorder) -> None:
         balancer.warm_up()
         notice = StopNotice(self.fabric, recorder)
         recorder.at_heartbeat(notice)
         Finalize(None, notice, exitpriority=3)  # before the engine's error is published as a reason
-        return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:
         """Return probes timed on the device; small stages run in CUDA graphs, free of the host."""

@@ -6,10 +6,10 @@ from copies of the outcome that are done by then (``pages``).
 """
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from ultraep_kernels.device.plan import DevicePlan, Gate, new_states
+from ultraep_kernels.device.plan import Gate, new_states
 
 from ultraep_serve.balance.backend import (
     GroupSetup,
@@ -31,29 +31,7 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Stage
 
-if TYPE_CHECKING:
-    from ultraep_serve.config import BalanceConfig
-
 logger = logging.getLogger(__name__)
-
-
-class LayerSamples:
-    """What checks layers while they serve: none of them here, some in ``proof.device``."""
-
-    def routed(
-        self,
-        layer: int,
-        topk_ids: torch.Tensor,
-        physical: torch.Tensor,
-        plan: DevicePlan,
-        micro_batch: int,
-        begins: bool,
-    ) -> None:
-        """Take note of a layer in which ranks have exchanged, the first of its batch or not."""
-
-    def computed(self, micro_batch: int) -> bool:
-        """Check the layer that was launched; whether a rank is known to have found a mistake."""
-        return False
 
 
 class DeviceBalancer(LayerBalancer):
@@ -79,18 +57,19 @@ class DeviceBalancer(LayerBalancer):
         fabric: DeviceFabric,
         policies: ControlPage | None,
         recorder: Recorder,
-        costs: IntegerCosts | None = None,
-        samples: LayerSamples | None = None,
+        costs: IntegerCosts,
+        samples: Any = None,
     ) -> None:
-        """Take what ``HostBalancer`` takes."""
+        """Take what ``HostBalancer`` takes; ``samples`` are of ``proof.device``."""
         self._setup, self._fabric, self._recorder = setup, fabric, recorder
-        self._samples = samples or LayerSamples()
+        self._samples = samples
         shape, device = setup.shape, fabric.status.device
         own_time = OwnTime(costs, shape.num_masters)
         expert_bytes = [layer.bytes_per_expert for layer in layers]
         self._records = Records(setup, expert_bytes, recorder, own_time)
         self._choice, self._expected = OwnChoice(policies, own_time, device), Expectations()
-        gate, numbers = _gate_of(setup.config, costs), range(shape.num_micro_batches)
+        most, numbers = round(setup.config.max_imbalance * 10**6), range(shape.num_micro_batches)
+        gate = Gate(most, costs.per_assignment, costs.per_expert_read, costs.per_expert_sent)
         given = setup, fabric, self._choice.on_device, gate, least_saved(costs)
         prices = prices_of(costs, shape)
         self._parts = [MicroBatch(number, *given, prices) for number in numbers]
@@ -136,7 +115,7 @@ class DeviceBalancer(LayerBalancer):
         self._fabric.gather(part.count.row, part.rows)
         row.lap(Stage.EXCHANGE)
         self._plan(part, layer, ids, physical)
-        if page is not self._captured:
+        if self._samples is not None and page is not self._captured:
             found = part.plan.found
             self._samples.routed(layer, topk_ids, physical, found, micro_batch, begins)
         return physical
@@ -183,7 +162,7 @@ class DeviceBalancer(LayerBalancer):
             is_last = self._expected.rests or row.layer == len(self._chunks) - 1
             if is_last and all(other.row is None for other in self._parts):
                 self._batches.send(page)
-            if self._samples.computed(micro_batch):
+            if self._samples is not None and self._samples.computed(micro_batch):
                 self._choice.forget()
         if self._batches.unread and not self._is_captured:
             self._record_what_is_done()
@@ -258,11 +237,3 @@ class DeviceBalancer(LayerBalancer):
                 layers, tokens = [row.layer for row in page.rows], [row.tokens for row in page.rows]
                 times = self._batches.stage_times(page), [row.experts_ns for row in page.rows]
                 self._records.write(page.number, layers, tokens, page.outcome, *times)
-
-
-def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
-    max_imbalance = round(config.max_imbalance * 10**6)
-    if costs is None:
-        return Gate(max_imbalance)
-    prices = costs.per_assignment, costs.per_expert_read, costs.per_expert_sent
-    return Gate(max_imbalance, *prices)

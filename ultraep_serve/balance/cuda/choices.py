@@ -34,7 +34,6 @@ class OwnChoice:
         self._words, self._taken = self.asked.numpy(), self.on_device[:_ASKED]
 
     def write(self) -> None:
-        """Write down what holds now."""
         policy = Policy.OFF if self._policies is None else self._policies.policy
         picoseconds = min(self._own_time.picoseconds, _LARGEST)
         self._words[:] = Choice(policy.code, picoseconds)[:_ASKED]

@@ -69,6 +69,7 @@ class DeviceFabric:
         """
         self.rank, self.num_ranks, self.domain = location.rank, location.num_ranks, location.domain
         self._all_gather_rows = all_gather
+        self.has_several_domains = all_gather is not None
         self.limits, self._driver = limits, pool.driver
         device = pool.driver.device
         self.patience_ns = limits.patience_ns  # of the waits that are launched now
@@ -89,11 +90,6 @@ class DeviceFabric:
             pools, raised = [self._table(of_group(location, at)) for at in (mapped.pools, flags)]
             self.reach = Reach(pools, raised, limits.max_chunks, self.status, self.reported)
             self._undo = undo.pop_all()
-
-    @property
-    def has_several_domains(self) -> bool:
-        """Whether rows are gathered by the engine's own collective as well."""
-        return self._all_gather_rows is not None
 
     def chunks(self, layer: LayerSlots) -> torch.Tensor:
         """Return a layer's chunks as launches take them, (1 + 4 * C,) int64: how many, then these.

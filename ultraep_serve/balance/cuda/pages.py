@@ -52,11 +52,9 @@ class LayerRow:
             self._marks[len(self._passed)].record()
 
     def begin_experts(self) -> None:
-        """Mark the launch of the layer's experts."""
         self._experts[0].record()
 
     def end_experts(self) -> None:
-        """Mark that the layer's experts have been launched."""
         self._ended = True
         self._experts[1].record()
 
@@ -96,7 +94,6 @@ class Page:
         self.is_sent = False
 
     def start(self, number: int, *, is_timed: bool) -> None:
-        """Begin anew, as batch ``number``."""
         self.number, self.is_timed, self.used = number, is_timed, 0
         self.is_sent = False
 
@@ -117,7 +114,6 @@ class Page:
         self.is_sent = True
 
     def wait(self) -> None:
-        """Return when the copy is done."""
         self._done.synchronize()
 
     @property
@@ -127,7 +123,6 @@ class Page:
 
     @property
     def rows(self) -> list[LayerRow]:
-        """The rows that were opened."""
         return self._rows[: self.used]
 
     @property
@@ -159,7 +154,6 @@ class Batches:
 
     @property
     def last(self) -> Page:
-        """The batch that was begun last."""
         return self._pages[-1]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_REPEATS = 5
+_REPEATS, _REPLAYED = 5, 20
 _LEAST_SECONDS = 1e-9  # an event's clock is coarser
 
 
@@ -69,11 +69,9 @@ def captured(
     return graph.replay
 
 
-def replayed_seconds(
-    device: torch.device, action: Callable[[], object], repetitions: int = 20
-) -> float:
-    """Seconds of one ``action`` among ``repetitions`` in a CUDA graph: no launch by the host."""
+def replayed_seconds(device: torch.device, action: Callable[[], object]) -> float:
+    """Seconds of one ``action`` among others in a CUDA graph: no launch by the host."""
     if device.type != "cuda":
         action()  # compiles
         return device_seconds(device, action)
-    return device_seconds(device, captured(device, action, repetitions)) / repetitions
+    return device_seconds(device, captured(device, action, _REPLAYED)) / _REPLAYED

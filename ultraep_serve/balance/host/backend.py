@@ -12,15 +12,12 @@ from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.balancer import HostBalancer, LayerSamples
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
-from ultraep_serve.costs.model import CostModel
-from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
-from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.plan.quota import plan_quota, warm_up
 
 _REPEATS = 3
 _EXCHANGES = 20
@@ -29,6 +26,7 @@ _EXCHANGES = 20
 class HostBackend(Backend):
     """Of ranks that find each other in the run directory."""
 
+    balancer_class = HostBalancer
     fabric: HostFabric
 
     def __init__(self, setup: GroupSetup) -> None:
@@ -55,24 +53,12 @@ class HostBackend(Backend):
         self._undo.callback(self.fabric.close)
         self.fabric.wait_at_least(setup.connect_seconds)
 
-    def make_balancer(
-        self,
-        policies: ControlPage | None,
-        recorder: Recorder,
-        costs: CostModel,
-        samples: LayerSamples | None = None,
-    ) -> HostBalancer:
-        integers = costs.integer_costs()
-        return HostBalancer(
-            self.setup, self.layers, self.fabric, policies, recorder, integers, samples
-        )
-
     def _warm_up_kernels(self, layer: LayerSlots) -> None:
         """Compile what a planned batch calls, or load it from disk, by planning no tokens."""
         shape = self.setup.shape
         warm_up(shape)
         loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
-        plan = identity_plan(loads, shape, source_rank=0)
+        plan = plan_quota(loads, self.setup.context, source_rank=0)
         parents = relay_parents(plan.slot_expert, shape.num_masters, "always")  # compiled then
         self.fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
         for dtype in (torch.int32, torch.int64):  # routers give either

@@ -8,6 +8,7 @@ combine run on unchanged.
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,30 +46,6 @@ _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a fres
 _MILLION = 10**6
 
 
-class LayerSamples:
-    """What checks layers while they serve: none of them here, some in ``proof.host``."""
-
-    is_in_doubt = False  # something was found that the other ranks do not know yet
-
-    def agree(
-        self, layer: int, decision: Decision, plan: Plan | None, loads: NDArray[np.int64]
-    ) -> bool:
-        """Whether all ranks have the same, right plan; called before anything moves."""
-        return True
-
-    def check_routed(
-        self, topk_ids: torch.Tensor, physical: torch.Tensor, load: NDArray[np.int64]
-    ) -> None:
-        """Check the layer that the engine is about to compute."""
-
-    def check_computed(self) -> None:
-        """Check the layer that the engine has computed."""
-
-    def cannot_reroute(self, layer: int, error: ValueError) -> None:
-        """The layer's plan has fewer places than this rank's tokens; they stay where it returns."""
-        raise error
-
-
 class HostBalancer(LayerBalancer):
     """Balances the MoE layers of one rank, whose experts are in host memory."""
 
@@ -79,13 +56,13 @@ class HostBalancer(LayerBalancer):
         fabric: HostFabric,
         policies: ControlPage | None,
         recorder: Recorder,
-        costs: IntegerCosts | None = None,
-        samples: LayerSamples | None = None,
+        costs: IntegerCosts,
+        samples: Any = None,
     ) -> None:
         """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
 
-        ``costs``, the same on every rank, decide when moving weights pays; without them it
-        always does. ``samples`` check some of the layers, on every rank or on none.
+        ``costs``, the same on every rank, decide when moving weights pays. ``samples``, of
+        ``proof.host``, check some of the layers, on every rank or on none.
         """
         self._config, self._view = setup.config, setup.view
         shape = setup.shape
@@ -95,7 +72,7 @@ class HostBalancer(LayerBalancer):
         self._fabric = fabric
         self._policies = policies
         self._recorder = recorder
-        self._costs, self._samples = costs, samples or LayerSamples()
+        self._costs, self._samples = costs, samples
         self._own_time = OwnTime(costs, shape.num_masters)
         self._measures = setup.speeds is None
         expert_bytes = [layer.bytes_per_expert for layer in layers]
@@ -121,7 +98,6 @@ class HostBalancer(LayerBalancer):
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept."""
         assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
@@ -143,7 +119,7 @@ class HostBalancer(LayerBalancer):
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
         decision, plan = self._plan(layer, loads, inconsistent)
         watch.lap(Stage.PLAN)
-        if not self._samples.agree(layer, decision, plan, loads):
+        if self._samples is not None and not self._samples.agree(layer, decision, plan, loads):
             decision, plan = Decision.INCONSISTENT, None
         watch.leave_out()
         sent = self._replicate(layer, plan)
@@ -157,15 +133,15 @@ class HostBalancer(LayerBalancer):
 
     @marking_failure
     def receive(self, micro_batch: int = 0) -> None:
-        """Return when this rank's slots have arrived, of the layer that was routed last."""
         routed = self._routed
         if routed is not None:
             routed.watch.lap(Stage.COMPUTE)  # the engine's dispatch is a part of it
             if routed.plan is not None:
                 self._fabric.wait_slots(self._layers[routed.layer], routed.plan.copied)
             routed.watch.lap(Stage.WAIT)
-            self._samples.check_routed(*routed.ids)
-            routed.watch.leave_out()
+            if self._samples is not None:
+                self._samples.check_routed(*routed.ids)
+                routed.watch.leave_out()
             routed.experts_ns = -time.perf_counter_ns()
 
     def experts_done(self, micro_batch: int = 0) -> None:
@@ -174,14 +150,14 @@ class HostBalancer(LayerBalancer):
 
     @marking_failure
     def computed(self, micro_batch: int = 0) -> None:
-        """Keep what came of the layer that was routed last; the batch's last has all recorded."""
         routed, self._routed = self._routed, None
         if routed is None:
             return
         routed.watch.lap(Stage.COMPUTE)
         self._computed.append(routed)
         self._recorder.progress += 1
-        self._samples.check_computed()
+        if self._samples is not None:
+            self._samples.check_computed()
         if routed.layer == len(self._layers) - 1:
             self._record_batch()
 
@@ -206,7 +182,7 @@ class HostBalancer(LayerBalancer):
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
-        doubt = self._samples.is_in_doubt
+        doubt = self._samples is not None and self._samples.is_in_doubt
         rows = self._fabric.exchange(write_row(load, unknown, self._choice, has_load, doubt))
         if self._batch_policy is None:  # what holds for the batch is settled in its first layer
             self._batch_policy = list(Policy)[int(rows[0, POLICY])]
@@ -228,7 +204,8 @@ class HostBalancer(LayerBalancer):
         self._batch_policy = Policy.OFF
         for residents in self._residents:
             residents.forget()
-        self._samples.is_in_doubt = False
+        if self._samples is not None:
+            self._samples.is_in_doubt = False
         if self._policies is not None:
             try:
                 self._policies.switch_off_in_doubt()
@@ -266,8 +243,6 @@ class HostBalancer(LayerBalancer):
 
     def _pays(self, before: int, after: int, transfer: Transfer) -> bool:
         """Whether moving weights saves time: the busiest rank's is ``before`` or ``after``."""
-        if self._costs is None:
-            return after < before
         return saved_picoseconds(before, after, self._context.shape, transfer, self._costs) > 0
 
     def _replicate(self, layer: int, plan: Plan | None) -> int:
@@ -299,14 +274,13 @@ class HostBalancer(LayerBalancer):
         masters = self._context.shape.num_masters
         try:
             return reroute(topk_ids, plan.share, plan.slot_expert, masters)
-        except ValueError as error:
-            if self._view is TokenView.SHARED:
+        except ValueError:
+            if self._samples is None or self._view is TokenView.SHARED:
                 raise  # others may do something else with the same tokens
-            self._samples.cannot_reroute(layer, error)
+            self._samples.cannot_reroute(layer)
             return self.identity(topk_ids)
 
     def _record_batch(self) -> None:
-        """Record what has been computed of the batch, in one go."""
         done, self._computed = self._computed, []
         if not done:
             return

@@ -6,6 +6,8 @@ is one exchange. All ranks run the same exchanges in the same order, so it is a 
 flags only grow.
 """
 
+import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,12 +21,16 @@ from ultraep_kernels.host.stream import Reach, stream_chunks
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.peers import Peers
 from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain, of_group
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.balance.watch import WATCH_SECONDS
-from ultraep_serve.errors import FabricError
-from ultraep_serve.system.topology import Location, process_namespace
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.system.topology import Location, is_process_alive, process_namespace
+
+_SPINS = 20_000  # looks at a flag before the core is offered to others, some tens of microseconds
+_PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
+_NAP_SECONDS = 5e-5
+_LIVENESS_SECONDS = 0.05  # between two looks at whether the other processes still exist
 
 
 class HostFabric:
@@ -50,7 +56,7 @@ class HostFabric:
         self.domain = location.domain
         self._all_gather_rows = all_gather
         self.epoch = 0
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = self._patience_seconds = timeout_seconds
         self.row_width = row_width
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
         signal_bytes = chunk_flags + pool.num_slots * max_chunks * 8
@@ -61,13 +67,12 @@ class HostFabric:
             limits = [row_width, max_chunks]
             mapped = map_domain(pool, rendezvous, location, signal_bytes, limits, undo)
             self._undo = undo.pop_all()
-        processes = dict(zip(self.domain, mapped.processes, strict=True))
         if 0 in mapped.processes or not process_namespace():
             raise FabricError(
                 f"rank {self.rank} cannot see the other ranks' processes; the ranks of a domain "
                 "must run in one process namespace, with its own /proc mounted"
             )
-        self._peers = Peers(self.rank, processes, timeout_seconds)
+        self._processes = mapped.processes  # of the domain's ranks
         self._flags = np.array(mapped.signals, dtype=np.int64)
         self._rows = self._flags + FLAG_BYTES
         flags = of_group(location, (self._flags + chunk_flags).tolist())
@@ -80,7 +85,7 @@ class HostFabric:
 
         The least is the timeout: 0 goes back to that.
         """
-        self._peers.seconds = max(seconds, self._timeout_seconds)
+        self._patience_seconds = max(seconds, self._timeout_seconds)
 
     def exchange(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), W at most ``row_width``.
@@ -92,7 +97,7 @@ class HostFabric:
         if self._all_gather_rows is None:
             return rows
         # Where a host is lost, the watch speaks first: it knows which one.
-        return self._all_gather_rows.gather(row, self._peers.seconds + WATCH_SECONDS)
+        return self._all_gather_rows.gather(row, self._patience_seconds + WATCH_SECONDS)
 
     def gathered(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' ``values`` (n,), (R, n), in as many exchanges as rows are needed."""
@@ -140,11 +145,48 @@ class HostFabric:
             self._wait(lambda spins: self._arrived(flags, spins), "replicated experts")
 
     def close(self) -> None:
-        """Unmap everybody's memory."""
         self._undo.close()
 
     def _arrived(self, flags: NDArray[np.int64], spins: int) -> bool:
         return bool(wait_flags(flags, self.epoch, spins) == flags.size)
 
     def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
-        self._peers.wait(is_done, what, self._flags, self.epoch)
+        """Return once ``is_done(polls)``, which makes so many polls, is true.
+
+        Looks on for some microseconds, then lets others have the core between looks, then naps:
+        where ranks outnumber cores, the one waited for needs this one's. Raises PeerTimeoutError,
+        about ``what``, where waiting longer cannot help: a rank died, or time is over.
+        """
+        if is_done(_SPINS):
+            return
+        now = started = time.monotonic()
+        next_liveness = started + _LIVENESS_SECONDS
+        while True:
+            if now - started < _PATIENT_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
+            now = time.monotonic()
+            if is_done(_SPINS if now - started < _PATIENT_SECONDS else 1):
+                return
+            if now >= next_liveness:
+                self._require_peers(is_done, what, now - started)
+                next_liveness = now + _LIVENESS_SECONDS
+
+    def _require_peers(self, is_done: Callable[[int], bool], what: str, waited: float) -> None:
+        ranks = list(zip(self.domain, self._processes, strict=True))
+        behind = [
+            rank
+            for rank, flag in zip(ranks, self._flags, strict=True)
+            if not wait_flags(np.array([flag]), self.epoch, 1)
+        ]
+        dead = [rank for rank in behind or ranks if not is_process_alive(rank[1])]
+        timed_out = waited > self._patience_seconds
+        if not (dead or timed_out) or is_done(1):  # it may have answered before it ended
+            return
+        named = ", ".join(str(rank) for rank, _ in dead or behind)
+        culprit = f"rank {named}" if named else "another rank"
+        reason = "has died" if dead else f"did not answer within {self._patience_seconds:g} s"
+        raise PeerTimeoutError(
+            f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
+        )

@@ -93,11 +93,9 @@ def _map(address: int, size: int, protection: int, flags: int, descriptor: int) 
         ) from error
 
 
-def map_memory(
-    address: int, size: int, protection: int, flags: int, descriptor: int, offset: int = 0
-) -> int:
+def map_memory(address: int, size: int, protection: int, flags: int, descriptor: int) -> int:
     """mmap(2): where ``size`` bytes are mapped, 0 letting the kernel choose. Raises OSError."""
-    result = _libc.mmap(address or None, size, protection, flags, descriptor, offset)
+    result = _libc.mmap(address or None, size, protection, flags, descriptor, 0)
     if result == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

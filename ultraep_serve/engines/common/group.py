@@ -15,21 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultraep_serve.balance.agreement import (
-    find_location,
-    require_agreement,
-    unanimous,
-    wait_for_all,
-)
+from ultraep_serve.balance.agreement import find_location, require_agreement, unanimous
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
+from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
 from ultraep_serve.engines.common.loaded import (
-    CommonFlow,
     EngineRank,
     Execution,
-    Layer,
+    Flow,
     LoadedLayers,
     MovableLayers,
     movable,
@@ -37,10 +32,9 @@ from ultraep_serve.engines.common.loaded import (
 from ultraep_serve.engines.common.memory import chosen_slot_memory, require_memory
 from ultraep_serve.engines.common.run import meet
 from ultraep_serve.engines.common.tuned_kernels import use_tuned_kernels
-from ultraep_serve.engines.common.weights import ExpertWeights
+from ultraep_serve.engines.common.weights import ExpertWeights, Layer
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.proof.samples import Sampled
-from ultraep_serve.proof.settings import why_never_balanced
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
@@ -55,7 +49,7 @@ def start_balancing(
     execution: Execution[Layer],
     loaded: LoadedLayers[Layer],
     own: EngineRank,
-    flow: CommonFlow,
+    flow: Flow,
 ) -> "BalancedLayers":
     """Give slots to all layers, join the ranks, and have ``flow`` balance.
 
@@ -110,7 +104,7 @@ class BalancedLayers:
             stages_of, make_samples = _proof_of(backend)
             self.self_check = self._check_itself(stages_of, backend)
             undo.pop_all()
-        if reason := why_never_balanced(self._setup, self._costs, layers.largest_batch):
+        if reason := self._setup.why_never_balanced(self._costs, layers.largest_batch):
             settings = CheckResult("settings", 0.0, "", reason)
             self.self_check = replace(self.self_check, checks=(*self.self_check.checks, settings))
         self._recorder.set_self_check(self.self_check)
@@ -187,12 +181,13 @@ class BalancedLayers:
         return recorder
 
     def _connect(self, backend: Backend, page: ControlPage | None) -> None:
-        """Reach the other ranks."""
         if page is not None:
             self._recorder.watch(page.file)
         with unanimous(self._setup.engine_group, self._setup.config):
             backend.connect()
-        wait_for_all(self._setup)
+        group = self._setup.engine_group
+        if group is not None and self._setup.location.num_domains > 1:  # all have come this far
+            HostAllGather(group.on_host, self._setup.connect_seconds).gather_bytes(b"here")
 
     def _watch_others(self, backend: Backend, undo: ExitStack) -> Watch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""
@@ -276,7 +271,6 @@ class BalancedLayers:
 
     @property
     def num_layers(self) -> int:
-        """How many layers are balanced on this rank."""
         return len(self._layers.parameters)
 
     def hold(

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,11 @@ from ultraep_serve.balance.agreement import SharedValues
 from ultraep_serve.balance.backend import LayerBalancer
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.physical import identity_table
-from ultraep_serve.engines.common.weights import ExpertWeights
+from ultraep_serve.engines.common.weights import ExpertWeights, Layer
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.proof.answers import Answers
 from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.types import ExpertShape, TokenView
-
-Layer = TypeVar("Layer", bound=nn.Module)  # an engine's MoE layer
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,27 @@ class Execution(ABC, Generic[Layer]):
         """What dispatches and computes ``layer``; another one, where weights were made anew."""
 
 
-class CommonFlow:
-    """What the stages of a model's layers have in common."""
+class Flow:
+    """What the stages of a model's layers call: the balancer, or nothing, in the same order."""
 
     def __init__(self) -> None:
         self.balancer: LayerBalancer | None = None  # None: ids are taken as they come
+
+    def micro_batch(self) -> int:
+        """Which of those that overlap runs now."""
+        return 0
+
+    def receive(self) -> None:
+        if self.balancer is not None:
+            self.balancer.receive(self.micro_batch())
+
+    def experts_done(self) -> None:
+        if self.balancer is not None:
+            self.balancer.experts_done(self.micro_batch())
+
+    def computed(self) -> None:
+        if self.balancer is not None:
+            self.balancer.computed(self.micro_batch())
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:

@@ -142,10 +142,7 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
             f"the sidecar cannot listen on {address_of(settings.host, port)} ({reason}); choose "
             'another with "sidecar": {"port": N}'
         )
-    subprocess.run(_command(config, settings, port), stdin=subprocess.DEVNULL, check=True)
-
-
-def _command(config: BalanceConfig, settings: SidecarSettings, port: int) -> list[str]:
     command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
     command += ["--host", settings.host, "--port", str(port), "--parent", str(os.getpid())]
-    return command + (["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else [])
+    command += ["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else []
+    subprocess.run(command, stdin=subprocess.DEVNULL, check=True)

@@ -8,28 +8,18 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import engine_variable, set_engine_variable
 
 _EXPERTS = re.compile(r"E=(\d+),")
 
 
-@dataclass(frozen=True)
-class _TunedKernels:
-    """Where an engine has its files, and how it is told of others."""
-
-    variable: str  # of the environment, with the folder to look in
-    folder: str  # in the engine's package
-
-
-_OF_ENGINE = {
-    "vllm": _TunedKernels("VLLM_TUNED_CONFIG_FOLDER", "model_executor/layers/fused_moe/configs"),
+_OF_ENGINE = {  # variable of the environment that names a folder; the engine's own one
+    "vllm": ("VLLM_TUNED_CONFIG_FOLDER", "model_executor/layers/fused_moe/configs"),
     # of which it takes configs/triton_VERSION
-    "sglang": _TunedKernels("SGLANG_MOE_CONFIG_DIR", "srt/layers/moe/moe_runner/triton_utils"),
+    "sglang": ("SGLANG_MOE_CONFIG_DIR", "srt/layers/moe/moe_runner/triton_utils"),
 }
 
 
@@ -39,12 +29,14 @@ def use_tuned_kernels(engine: str, num_slots: int, target: Path) -> Callable[[],
     All ranks of a host may call this for one ``target``. A folder of the user's own stays in force.
     Returns what undoes it.
     """
-    tuned = _OF_ENGINE.get(engine)
-    if tuned is None or engine_variable(tuned.variable):
+    variable, folder = _OF_ENGINE.get(engine, ("", ""))
+    if not variable or engine_variable(variable):
         return lambda: None
-    if link_tuned_kernels(_package_folder(engine) / tuned.folder, num_slots, target):
-        set_engine_variable(tuned.variable, str(target))
-    return functools.partial(set_engine_variable, tuned.variable, None)
+    spec = find_spec(engine)  # which imports nothing
+    package = spec.submodule_search_locations if spec is not None else None
+    if package and link_tuned_kernels(Path(package[0]) / folder, num_slots, target):
+        set_engine_variable(variable, str(target))
+    return functools.partial(set_engine_variable, variable, None)
 
 
 def link_tuned_kernels(folder: Path, num_slots: int, target: Path) -> bool:
@@ -62,11 +54,3 @@ def link_tuned_kernels(folder: Path, num_slots: int, target: Path) -> bool:
         with contextlib.suppress(FileExistsError):  # by another rank
             (target / name).symlink_to(path)
     return bool(files)
-
-
-def _package_folder(name: str) -> Path:
-    """Where a top-level package that is installed has its files; it is not imported."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{name} is no package here")
-    return Path(spec.submodule_search_locations[0])

@@ -27,12 +27,12 @@ _DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical exper
 
 def check_engine(newer: NewerEngine = "refuse") -> str:
     """Raise UnsupportedError unless this SGLang can be balanced; what to tell users, or nothing."""
-    told = SGLANG.require(metadata.version("sglang"), newer)
+    note = SGLANG.require(metadata.version("sglang"), newer)
     if not is_cpu() and not is_cuda():
         raise UnsupportedError(
             "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them"
         )
-    return told
+    return note
 
 
 def check_checkpoint(model_config: Any) -> None:

@@ -16,7 +16,6 @@ from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 
 def main() -> None:
-    """Read this process's own arguments."""
     parser, flags = argparse.ArgumentParser(), sys.argv[1:]
     ServerArgs.add_cli_args(parser)
     if "--config" in flags:

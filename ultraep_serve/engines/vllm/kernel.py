@@ -26,12 +26,12 @@ from vllm.platforms import current_platform
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values, with_own_scales
 from ultraep_serve.engines.vllm.megakernel import Megakernel, adapter_of
-from ultraep_serve.engines.vllm.stage import BalancedStage, Flow
+from ultraep_serve.engines.vllm.stage import BalancedStage, VllmFlow
 from ultraep_serve.types import ExpertShape
 
 
 def with_slots(
-    weights: ExpertWeights[RoutedExperts], index: int, shape: ExpertShape, flow: Flow
+    weights: ExpertWeights[RoutedExperts], index: int, shape: ExpertShape, flow: VllmFlow
 ) -> mk.FusedMoEKernel:
     """A kernel of L + S local experts for MoE layer ``index``, whose dispatch ``flow`` balances.
 
@@ -62,7 +62,7 @@ class _OverSlots(mk.FusedMoEKernelModularImpl):
         made: mk.FusedMoEKernelModularImpl,
         layer: RoutedExperts,
         shape: ExpertShape,
-        flow: Flow,
+        flow: VllmFlow,
     ) -> None:
         super().__init__(made.prepare_finalize, made.fused_experts)
         self._flow = flow

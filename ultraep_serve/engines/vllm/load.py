@@ -17,13 +17,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
-from ultraep_serve.engines.vllm.checks import (
-    check_checkpoint,
-    check_engine,
-    check_settings,
-    is_primary,
-    told_of_graphs,
-)
+from ultraep_serve.engines.vllm import checks
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.guard import SETTING
 from ultraep_serve.system.refusals import repeated_at_exit
@@ -84,16 +78,16 @@ def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
     if config is None or (config.policy is Policy.OFF and not current_platform.is_cpu()):
         return None  # vLLM's own expert parallelism works on a GPU
     if vllm_config.parallel_config.enable_expert_parallel:
-        check_checkpoint(vllm_config)
-    is_first = is_primary(vllm_config)
+        checks.check_checkpoint(vllm_config)
+    is_first = checks.is_primary(vllm_config)
     try:
-        told = [check_engine(config.on_newer_engine)]
+        notes = [checks.check_engine(config.on_newer_engine)]
         if config.policy is not Policy.OFF:
-            check_settings(vllm_config, config)
-            told.append(told_of_graphs(vllm_config, config))
+            checks.check_settings(vllm_config, config)
+            notes.append(checks.note_on_graphs(vllm_config, config))
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_first)
         return config.replace(policy=Policy.OFF) if current_platform.is_cpu() else None
-    for sentence in filter(None, told if is_first else ()):
+    for sentence in filter(None, notes if is_first else ()):
         logger.warning_once("ultraep: %s", sentence)
     return config

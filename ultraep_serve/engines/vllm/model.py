@@ -34,13 +34,7 @@ from ultraep_serve.engines.common.loaded import (
 )
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.common.weights import ExpertWeights
-from ultraep_serve.engines.vllm.checks import (
-    check_device_execution,
-    check_layer,
-    is_primary,
-    largest_batch,
-    without_experts,
-)
+from ultraep_serve.engines.vllm import checks
 from ultraep_serve.engines.vllm.expert_tensors import (
     expert_parameters,
     is_as_in_checkpoint,
@@ -49,7 +43,7 @@ from ultraep_serve.engines.vllm.expert_tensors import (
 from ultraep_serve.engines.vllm.host import put_in_kernels
 from ultraep_serve.engines.vllm.kernel import plain_stage, with_slots
 from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
-from ultraep_serve.engines.vllm.stage import Flow
+from ultraep_serve.engines.vllm.stage import VllmFlow
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
@@ -75,12 +69,18 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
         return
     try:
         if not balanced:
-            raise without_experts(vllm_config)
+            raise checks.without_experts(vllm_config)
         layers = [runner.routed_experts for runner in balanced]
         drafts = [runner.routed_experts for runner in runners if runner not in in_model]
-        _balance(config, worker, vllm_config, layers, drafts)
+        made = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
+        if made.copies_stay or not all(map(is_as_in_checkpoint, layers)):
+            refuse_new_weights(worker.get_model(), layers)
+        made.mark_ready(logger)
+        _around(worker.model_runner, "execute_model", before=made.require_in_place)
+        _around(worker, "compile_or_warm_up_model", after=lambda: made.end_loading(logger))
     except UnsupportedError as error:
-        refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))
+        is_primary = checks.is_primary(vllm_config)
+        refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
 
 
 def _compute_on_host(config: BalanceConfig, worker: Any, runners: list[MoERunner]) -> None:
@@ -98,21 +98,6 @@ def _compute_on_host(config: BalanceConfig, worker: Any, runners: list[MoERunner
         operators = torch.ops.vllm
         runner._forward_entry = operators.moe_forward if alone else operators.moe_forward_shared
     refuse_new_weights(worker.get_model(), layers)
-
-
-def _balance(
-    config: BalanceConfig,
-    worker: Any,
-    vllm_config: VllmConfig,
-    layers: list[RoutedExperts],
-    drafts: list[RoutedExperts],
-) -> None:
-    balanced = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
-    if balanced.copies_stay or not all(map(is_as_in_checkpoint, layers)):
-        refuse_new_weights(worker.get_model(), layers)
-    balanced.mark_ready(logger)
-    _around(worker.model_runner, "execute_model", before=balanced.require_in_place)
-    _around(worker, "compile_or_warm_up_model", after=lambda: balanced.end_loading(logger))
 
 
 def _around(
@@ -160,23 +145,20 @@ def balance(
     with unanimous(group, config):
         loaded = _described(config, vllm_config, layers, view)
     own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache_bytes)
-    flow = Flow(view, moe.sp_size if moe.dp_size == 1 else 0)
+    flow = VllmFlow(view, moe.sp_size if moe.dp_size == 1 else 0)
     execution = _Layers(vllm_config, flow, group, [*layers, *drafts])
     return start_balancing(config, execution, loaded, own, flow)
 
 
 def _described(
-    config: BalanceConfig,
-    vllm_config: VllmConfig,
-    layers: Sequence[RoutedExperts],
-    view: TokenView,
+    config: BalanceConfig, vllm_config: VllmConfig, layers: Sequence[RoutedExperts], view: TokenView
 ) -> LoadedLayers[RoutedExperts]:
     """What can be balanced as it is. Raises UnsupportedError for anything else."""
     require_one_number([layer.global_num_experts for layer in layers])
     for layer in layers:
-        check_layer(layer)
+        checks.check_layer(layer)
         if not current_platform.is_cpu():
-            check_device_execution(layer, config.slots)
+            checks.check_device_execution(layer, config.slots)
     first, parameters = layers[0], [expert_parameters(layer) for layer in layers]
     parallel, moe = vllm_config.parallel_config, first.moe_config
     return LoadedLayers(
@@ -192,7 +174,7 @@ def _described(
         experts_per_token=first.top_k,
         hidden_size=first.hidden_size,
         dtype=moe.in_dtype,
-        largest_batch=largest_batch(vllm_config),
+        largest_batch=checks.largest_batch(vllm_config),
     )
 
 
@@ -202,7 +184,7 @@ class _Layers(Execution[RoutedExperts]):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        flow: Flow,
+        flow: VllmFlow,
         group: EngineGroup,
         every: Sequence[RoutedExperts],
     ) -> None:

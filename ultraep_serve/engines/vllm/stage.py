@@ -8,6 +8,7 @@ combine; ``computed`` follows when the kernel is done (``kernel``). So no kernel
 copies that have not arrived. Verified with 0.32 and 0.33.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -16,14 +17,14 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.balance.backend import is_capturing
-from ultraep_serve.engines.common.loaded import CommonFlow
+from ultraep_serve.engines.common.loaded import Flow
 from ultraep_serve.types import TokenView
 
 Prepared: TypeAlias = tuple[Any, Any, Any, torch.Tensor | None, torch.Tensor | None]
 
 
-class Flow(CommonFlow):
-    """What the stages of a model's layers have in common."""
+class VllmFlow(Flow):
+    """``Flow`` of batches that vLLM may have cut in two."""
 
     def __init__(self, view: TokenView, shards: int = 0) -> None:
         """``shards``: ranks that have equal parts of one batch, of an engine that is alone."""
@@ -35,19 +36,10 @@ class Flow(CommonFlow):
         if self.balancer is None:
             return ids
         tokens = self._batch_tokens(ids)
-        return self.balancer.route(layer, ids, tokens, dbo_current_ubatch_id()).to(ids.dtype)
+        return self.balancer.route(layer, ids, tokens, self.micro_batch()).to(ids.dtype)
 
-    def receive(self) -> None:
-        if self.balancer is not None:
-            self.balancer.receive(dbo_current_ubatch_id())
-
-    def experts_done(self) -> None:
-        if self.balancer is not None:
-            self.balancer.experts_done(dbo_current_ubatch_id())
-
-    def computed(self) -> None:
-        if self.balancer is not None:
-            self.balancer.computed(dbo_current_ubatch_id())
+    def micro_batch(self) -> int:
+        return int(dbo_current_ubatch_id())
 
     def _batch_tokens(self, ids: torch.Tensor) -> int:
         """Tokens of this (micro-)batch over all ranks, padding included, the same on every rank.
@@ -65,11 +57,20 @@ class Flow(CommonFlow):
         return int(metadata.num_tokens_across_dp_cpu.sum())
 
 
+def _of_wrapped(name: str) -> Callable[..., Any]:
+    """A method of ``BalancedStage`` that asks the wrapped stage."""
+
+    def ask(stage: "BalancedStage", *args: Any, **named: Any) -> Any:
+        return getattr(stage.wrapped, name)(*args, **named)
+
+    return ask
+
+
 class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
     """The stage of a kernel, with balancing; what it is asked otherwise the wrapped one answers."""
 
     def __init__(
-        self, wrapped: mk.FusedMoEPrepareAndFinalizeModular, layer: int, flow: Flow
+        self, wrapped: mk.FusedMoEPrepareAndFinalizeModular, layer: int, flow: VllmFlow
     ) -> None:
         """``layer`` counts the model's MoE layers in the order they run."""
         self.wrapped = wrapped
@@ -123,7 +124,6 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
         )
 
     def finalize(self, *args: Any, **named: Any) -> None:
-        """Combine."""
         self._flow.experts_done()
         self.wrapped.finalize(*args, **named)
 
@@ -140,26 +140,12 @@ class BalancedStage(mk.FusedMoEPrepareAndFinalizeModular):
     def activation_format(self) -> Any:
         return self.wrapped.activation_format
 
-    def post_init_setup(self, fused_experts: mk.FusedMoEExperts) -> None:
-        self.wrapped.post_init_setup(fused_experts)
-
-    def allocate_fused_expert_output(self, *args: Any, **named: Any) -> Any:
-        return self.wrapped.allocate_fused_expert_output(*args, **named)
-
-    def topk_indices_dtype(self) -> Any:
-        return self.wrapped.topk_indices_dtype()
-
-    def max_num_tokens_per_rank(self) -> Any:
-        return self.wrapped.max_num_tokens_per_rank()
-
-    def num_dispatchers(self) -> Any:
-        return self.wrapped.num_dispatchers()
-
-    def output_is_reduced(self) -> Any:
-        return self.wrapped.output_is_reduced()
-
-    def supports_async(self) -> Any:
-        return self.wrapped.supports_async()
-
-    def supports_dbo(self) -> Any:  # since 0.33
-        return self.wrapped.supports_dbo()
+    # which vLLM's class has too
+    post_init_setup = _of_wrapped("post_init_setup")
+    allocate_fused_expert_output = _of_wrapped("allocate_fused_expert_output")
+    topk_indices_dtype = _of_wrapped("topk_indices_dtype")
+    max_num_tokens_per_rank = _of_wrapped("max_num_tokens_per_rank")
+    num_dispatchers = _of_wrapped("num_dispatchers")
+    output_is_reduced = _of_wrapped("output_is_reduced")
+    supports_async = _of_wrapped("supports_async")
+    supports_dbo = _of_wrapped("supports_dbo")  # since 0.33
