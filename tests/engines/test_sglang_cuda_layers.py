@@ -191,7 +191,7 @@ def test_a_kernel_that_nobody_knows_cannot_compute_before_copies_have_come() -> 
     core = layer.run_moe_core
     layer.run_moe_core = lambda **given: noting.seen.append("experts") or core(**given)
     run(own, batch(ForwardMode.EXTEND, 300), experts_of(layer))
-    expected = [("route", 0, 300), ("receive",), "experts", ("experts done",), ("computed",)]
+    expected = [("route", 0, 300), ("receive", 0), "experts", ("experts done", 0), ("computed", 0)]
     assert noting.seen == expected
 
 
