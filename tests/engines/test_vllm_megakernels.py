@@ -23,7 +23,6 @@ with warnings.catch_warnings():
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.flashinfer_moe_ep import _expert_major_bytes
-    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4MegaMoEExperts
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import (
@@ -214,13 +213,3 @@ def test_no_layer_of_expert_parallel_ranks_leaves_its_sums_to_others(balanced: A
         assert not moe.should_defer_moe_finalize(8)
     moe.moe_parallel_config = vllm_layers.parallel_of(0, 1, "", use_ep=False, tp_size=4)
     assert moe.should_defer_moe_finalize(8)  # without expert parallelism
-
-
-def test_the_models_own_module_has_none_of_what_is_balanced() -> None:
-    """Which is why ``deep_gemm_mega_moe`` is refused; once vLLM brings it in its layers, it runs.
-
-    It is no layer that vLLM registers for routing, and it has no kernel with a stage of dispatch.
-    """
-    assert not issubclass(DeepseekV4MegaMoEExperts, checks.RoutedExperts)
-    for name in ("forward_modular", "quant_method", "moe_kernel"):
-        assert not hasattr(DeepseekV4MegaMoEExperts, name)
