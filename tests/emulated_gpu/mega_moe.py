@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.emulated_gpu.operators.host import in_stream
-from tests.emulated_gpu.references import deep_gemm
+from tests.emulated_gpu.references import mega_moe as deep_gemm
 from tests.support.experts import ALWAYS_PAYS
 from tests.support.hosts import engine_group
 from tests.support.ranks import fresh_run_path, run_ranks

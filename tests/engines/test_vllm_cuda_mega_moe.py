@@ -44,7 +44,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import checks, mega_moe, model
     from ultraep_serve.engines.vllm.stage import Flow
 
-from tests.emulated_gpu.references import deep_gemm
+from tests.emulated_gpu.references import mega_moe as deep_gemm
 from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, TOP_K, Noting, expected_output
 from tests.support.hosts import engine_group
 from tests.support.ranks import run_settings

@@ -11,7 +11,7 @@ from vllm.forward_context import DPMetadata, create_forward_context, override_fo
 from vllm.model_executor.layers.fused_moe import deep_gemm_mega_moe
 from vllm.utils import deep_gemm as library
 
-from tests.emulated_gpu.references import deep_gemm
+from tests.emulated_gpu.references import mega_moe as deep_gemm
 from tests.support import vllm_layers
 from tests.support.experts import NUM_EXPERTS, TOP_K, Batch, make_batch
 from tests.support.vllm_gpu import NAMES
