@@ -40,10 +40,10 @@ source in vLLM 0.33 says this:
 
 | model | experts |
 |---|---|
-| DeepSeek-V4, DeepSeek-V4.1, Kimi-K3, Step5 | in vLLM's usual layers: balanced if these pass the \
-checks at load. `--moe-backend deep_gemm_mega_moe` computes them in modules of the models' own: \
-refused by the flag's name |
-| Muse Spark | the same; its own kernel for NVFP4 is refused by name |
+| DeepSeek-V4, DeepSeek-V4.1, Kimi-K3 | in vLLM's usual layers, or with `--moe-backend \
+deep_gemm_mega_moe` in modules of its native megakernel: balanced if these pass the checks at load |
+| Muse Spark, Step5 | the same, but their modules for `deep_gemm_mega_moe` are refused, and so is \
+Muse Spark's own kernel for NVFP4 |
 | DeepSeek-V3.2, dots3-note, GLM-5 and GLM-5-Next, Hy-V4, Inkling, MiniMax-M3, Qwen4-Exp, Beam, \
 Flint | in vLLM's usual layers; the experts of dots3-note's vision part are on every rank and stay \
 as they are |

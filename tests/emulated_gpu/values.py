@@ -35,6 +35,7 @@ from report import Report  # noqa: E402
 
 from tests.emulated_gpu.engines import TYPE, Way, start  # noqa: E402
 from tests.emulated_gpu.libraries.check_collectives import check_collectives  # noqa: E402
+from tests.emulated_gpu.mega_moe import check_mega_moe  # noqa: E402
 from tests.emulated_gpu.mistakes import FOUND_BY, PLACE  # noqa: E402
 from tests.emulated_gpu.operators.samples import check_operators  # noqa: E402
 from tests.emulated_gpu.order import check_order  # noqa: E402
@@ -92,6 +93,7 @@ def main() -> None:
         report.run("torch's samples of its operators", check_operators)
         report.run("collectives", check_collectives)
         report.run("order between streams", check_order)
+        report.run("vllm's native megakernel", check_mega_moe)
         report.run("vllm's attention", check_attention)
         report.run("sglang's attention", check_sglangs_attention)
         report.run("vllm's experts", check_experts)

@@ -153,6 +153,7 @@ def test_experts_and_slots_together_fit_what_dispatches_and_computes_them(
         ("parallel_config", "enable_eplb", True, "--enable-eplb moves the same weights; drop it"),
         ("parallel_config", "enable_expert_parallel", False, "add --enable-expert-parallel"),
         ("parallel_config", "data_parallel_size", 1, "there is nothing to balance on one rank"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "parallel-size 1"),
         ("offload_config.uva", "cpu_offload_gb", 1, "drop --cpu-offload-gb"),
         ("offload_config.prefetch", "offload_group_size", 8, "drop --offload-group-size"),
         ("", "lora_config", object(), "drop --enable-lora"),
@@ -232,8 +233,8 @@ def test_kernels_that_route_themselves_are_refused(balanced: Any) -> None:
     assert "expert kernel object has not been verified" in refusal(layer)
 
 
-def test_a_megakernel_in_a_module_of_the_models_own_is_refused(balanced: Any) -> None:
-    """Also where nobody but the model chose it, which is seen when it is loaded."""
+def test_a_megakernel_is_refused_where_it_cannot_be_given_slots(balanced: Any) -> None:
+    """Also where only a model's own module shows that, which is seen when it is loaded."""
     _, config = build(balanced)
     model = SimpleNamespace(
         model="dsv4", enable_sleep_mode=False, max_model_len=64, architectures=[]
@@ -246,9 +247,11 @@ def test_a_megakernel_in_a_module_of_the_models_own_is_refused(balanced: Any) ->
     config.kernel_config.moe_backend = without_more
     assert "no more experts than the model has" in refused_settings(config)
     config.kernel_config.moe_backend = "deep_gemm_mega_moe"
-    for message in (refused_settings(config), str(checks.without_experts(config))):
-        assert "deep_gemm_mega_moe computes experts in a module of the model's own" in message
-        assert "use --moe-backend marlin, or set on_unsupported" in message
+    message = str(checks.without_experts(config))
+    assert "deep_gemm_mega_moe computes its experts in a module of the model's own" in message
+    assert "use --moe-backend marlin, or set on_unsupported" in message
+    balanced(checks, "MEGA_MOE", None)
+    assert "install vLLM 0.33, or use --moe-backend marlin" in refused_settings(config)
 
 
 def test_speeds_are_not_measured_by_a_kernel_that_waits_for_others(balanced: Any) -> None:
@@ -258,12 +261,6 @@ def test_speeds_are_not_measured_by_a_kernel_that_waits_for_others(balanced: Any
     checks.check_settings(config, BalanceConfig(speeds="1.0,0.5,1.0"))
     with pytest.raises(UnsupportedError, match="use --speeds equal, or numbers"):
         checks.check_settings(config, BalanceConfig(speeds="auto"))
-
-
-def test_context_parallelism_is_refused(balanced: Any) -> None:
-    layer, _ = build(balanced)
-    layer.moe_config.moe_parallel_config.pcp_size = 2
-    assert "--prefill-context-parallel-size 1" in refusal(layer)
 
 
 def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

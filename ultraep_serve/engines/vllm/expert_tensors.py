@@ -111,7 +111,7 @@ def with_own_scales(config: FusedMoEQuantConfig) -> FusedMoEQuantConfig:
 
 def is_as_in_checkpoint(layer: RoutedExperts) -> bool:
     """Whether ``layer``'s kernel reads experts in the order in which a checkpoint has them."""
-    is_plain = isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+    is_plain = isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
     return is_plain and _kernel_name(layer) in ("TritonExperts", "BatchedTritonExperts")
 
 

@@ -42,6 +42,7 @@ from ultraep_serve.engines.vllm.expert_tensors import (
 )
 from ultraep_serve.engines.vllm.host import put_in_kernels
 from ultraep_serve.engines.vllm.kernel import plain_stage, with_slots
+from ultraep_serve.engines.vllm.mega_moe import balance_mega_moe, mega_moe_layers
 from ultraep_serve.engines.vllm.new_weights import refuse_new_weights
 from ultraep_serve.engines.vllm.stage import VllmFlow
 from ultraep_serve.errors import UnsupportedError
@@ -68,9 +69,10 @@ def take_over(config: BalanceConfig, worker: Any, vllm_config: VllmConfig) -> No
     if config.policy is Policy.OFF:
         return
     try:
-        if not balanced:
-            raise checks.without_experts(vllm_config)
         layers = [runner.routed_experts for runner in balanced]
+        layers = layers or mega_moe_layers(worker.get_model())
+        if not layers:
+            raise checks.without_experts(vllm_config)
         drafts = [runner.routed_experts for runner in runners if runner not in in_model]
         made = balance(config, vllm_config, layers, drafts, _cache_bytes(worker))
         if made.copies_stay or not all(map(is_as_in_checkpoint, layers)):
@@ -138,13 +140,16 @@ def balance(
     they have kernels of ours by now. Raises UnsupportedError, with which vLLM can serve them
     without balancing, and what ``start_balancing`` raises.
     """
-    moe, ranks, world = layers[0].moe_config, get_ep_group(), get_world_group()
+    ranks, world = get_ep_group(), get_world_group()
     group = EngineGroup(ranks.cpu_group, ranks.device_group, world.cpu_group.get_group_store())
+    own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache_bytes)
+    if mega_moe_layers(layers[0]):
+        return balance_mega_moe(config, vllm_config, layers, own)
+    moe = layers[0].moe_config
     have_own = moe.dp_size > 1 or moe.is_sequence_parallel
     view = TokenView.OWN if have_own else TokenView.SHARED
     with unanimous(group, config):
         loaded = _described(config, vllm_config, layers, view)
-    own = EngineRank("vllm", ranks.rank_in_group, group, _pipeline_of(vllm_config), cache_bytes)
     flow = VllmFlow(view, moe.sp_size if moe.dp_size == 1 else 0)
     execution = _Layers(vllm_config, flow, group, [*layers, *drafts])
     return start_balancing(config, execution, loaded, own, flow)

@@ -1,0 +1,334 @@
+"""vLLM's native megakernel over masters and slots: its own module, with a reference of DeepGEMM."""
+
+import ast
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    import vllm
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe import deep_gemm_mega_moe
+
+    import tests.support.vllm_transports as transports
+    from tests.support.vllm_gpu import (
+        NAMES,
+        NUM_LOCAL,
+        NUM_MASTERS,
+        NUM_RANKS,
+        NUM_SLOTS,
+        SHAPE,
+        replace_device,
+    )
+    from tests.support.vllm_mega_moe import (
+        BATCHES,
+        HIDDEN,
+        INNER,
+        MAX_TOKENS,
+        PADDED,
+        build,
+        config_of,
+        install,
+        run_batch,
+        tokens_of,
+    )
+    from ultraep_serve.engines.vllm import checks, mega_moe, model
+    from ultraep_serve.engines.vllm.stage import Flow
+
+from tests.emulated_gpu.references import mega_moe as deep_gemm
+from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, TOP_K, Noting, expected_output
+from tests.support.hosts import engine_group
+from tests.support.ranks import run_settings
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.weights import ExpertWeights
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.sidecar.proof import verification_of
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.types import TokenView
+
+pytestmark = pytest.mark.skipif(
+    checks.MEGA_MOE is None, reason="models in this vLLM have modules of their own for it"
+)
+
+THRESHOLD = 24
+CPU = SimpleNamespace(device_type="cpu")
+RIGHT = "per_layer", "shared"  # memory of slots
+NOT_MAPPED, NOT_AWAITED = "ids as they come", "copies not awaited"  # wrong adapters
+
+
+def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
+    engine_group(run_dirs[0], rank, NUM_RANKS)
+    torch.set_num_threads(1)  # small products; ranks share the machine
+    transports.install_libraries()
+    replace_device(setattr)
+    setattr(deep_gemm_mega_moe, "current_platform", CPU)  # noqa: B010 mypy
+    names = (*RIGHT, NOT_MAPPED, NOT_AWAITED)
+    return [serve(name, rank, run_dir) for name, run_dir in zip(names, run_dirs, strict=True)]
+
+
+def serve(name: str, rank: int, run_dir: str) -> dict[str, Any]:
+    """Outputs before and after layers are balanced, by batch and layer."""
+    transports.join_ranks(rank, NUM_RANKS, transports.MEGA)
+    deep_gemm.SymmBuffer.made.clear()
+    checks.MEGA_MOE._symm_buffers.clear()
+    settings = BalanceConfig(
+        run_dir=run_dir,
+        slots=NUM_SLOTS,
+        min_batch_tokens=THRESHOLD,
+        costs=ALWAYS_PAYS,
+        slot_memory=name if name in RIGHT else "shared",
+        self_check="quick" if name in RIGHT else "off",
+        verify_every=int(name in RIGHT),
+    )
+    config, held = config_of(rank, NUM_RANKS), Held(Path(run_dir), rank)
+    taken: list[torch.Tensor] = []
+    install(lambda ids: (taken.append(ids), held.come()))
+    built = [build(config, seed) for seed in range(len(NAMES))]
+    layers, plain = [layer for layer, _ in built], [tensors for _, tensors in built]
+
+    ids: dict[str, list[Any]] = {}
+
+    def run(batch: str) -> list[torch.Tensor]:
+        outputs, ids[batch] = [], []
+        for layer in layers:
+            taken.clear()
+            outputs.append(run_batch(layer, config, batch))
+            ids[batch].append(taken[0].numpy())  # others are of samples
+        return outputs
+
+    off = {batch: run(batch) for batch in BATCHES}
+    with set_current_vllm_config(config):
+        balanced = model.balance(settings, config, layers)
+    run("small")  # all ranks make the buffer together
+    with pytest.MonkeyPatch.context() as patch:
+        make_mistake(name, patch)
+        held.hold(patch)
+        found = {batch: run(batch) for batch in BATCHES}
+        balanced.require_in_place()
+    samples = verification_of([RingReader(Path(run_dir, f"ring-{rank}")).header()], is_off=False)
+    expected = expected_output(tokens_of(rank, "large"), plain[0])[:-PADDED]
+    return {
+        "same": {batch: all(map(torch.equal, found[batch], off[batch])) for batch in BATCHES},
+        "error": float((off["large"][0][:-PADDED] - expected).abs().max() / expected.abs().max()),
+        "ids": ids,
+        "buffers": list(deep_gemm.SymmBuffer.made),
+        "rows": [layer.w13_weight.shape[0] for layer in layers],
+        "samples": (samples.layers, samples.failures),
+    }
+
+
+class Held:
+    """Holds back what rank 0 sends, until the others wait for it or have launched the kernel.
+
+    So what arrives comes behind a launch that has not waited. For layers in turn.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank, self._is_on = folder, rank, False
+        self._sent = self._come = 0
+
+    def come(self) -> None:
+        """Say that this rank waits, or launches; once for a layer that has copies."""
+        if self._is_on and self._come < self._sent:
+            self._come += 1
+            (self._folder / f"come-{self._rank}-{self._come}").touch()
+
+    def hold(self, patch: pytest.MonkeyPatch) -> None:
+        stream, wait, self._is_on = HostFabric.stream, HostFabric.wait_slots, True
+
+        def sent(*of: Any) -> None:
+            self._sent += 1
+            if self._rank == 0:
+                self._wait_for_others()
+            stream(*of)
+
+        def awaited(*of: Any) -> None:
+            self.come()
+            wait(*of)
+
+        patch.setattr(HostFabric, "stream", sent)
+        patch.setattr(HostFabric, "wait_slots", awaited)
+
+    def _wait_for_others(self) -> None:
+        for rank in range(1, NUM_RANKS):
+            while not (self._folder / f"come-{rank}-{self._sent}").exists():
+                time.sleep(0.001)
+
+
+def make_mistake(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Have the adapter be wrong in the way of that name."""
+    route, receive, done = Flow.route, Flow.receive, Flow.experts_done
+    if name == NOT_MAPPED:
+        patch.setattr(Flow, "route", lambda *of: (route(*of), of[2])[1])
+    if name == NOT_AWAITED:
+        patch.setattr(Flow, "receive", lambda _: None)
+        patch.setattr(Flow, "experts_done", lambda flow: (receive(flow), done(flow)))
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, list[dict[str, Any]]]:
+    """Results by setting and rank."""
+    return run_settings(serve_on_rank, NUM_RANKS, (*RIGHT, NOT_MAPPED, NOT_AWAITED))
+
+
+@pytest.mark.parametrize("memory", RIGHT)
+def test_answers_are_those_without_balancing(served: Any, memory: str) -> None:
+    """Bit for bit, since a token's sum is taken in one order; and those of the checkpoint."""
+    for result in served[memory]:
+        assert all(result["same"].values())
+        assert result["error"] < 0.02  # bfloat16
+        layers, failures = result["samples"]
+        assert layers > 0
+        assert not failures
+
+
+@pytest.mark.parametrize("memory", RIGHT)
+def test_the_kernel_is_given_physical_ids_and_no_padding(served: Any, memory: str) -> None:
+    for name in ("large", "uneven"):  # the rank with one token plans with the others
+        ids = [each for result in served[memory] for each in result["ids"][name]]
+        assert any(((own >= 0) & (own % NUM_LOCAL >= NUM_MASTERS)).any() for own in ids)
+    for rank, result in enumerate(served[memory]):
+        logical = tokens_of(rank, "small").ids.numpy()
+        at_home = logical + logical // NUM_MASTERS * NUM_SLOTS
+        for own in result["ids"]["small"]:
+            assert ((own == at_home) | ((own == -1) & (logical < 0))).all()
+        for own in result["ids"]["large"]:
+            assert (own[-PADDED:] == -1).all()
+
+
+@pytest.mark.parametrize("memory", RIGHT)
+def test_one_buffer_is_made_for_slots_and_programs_find_masters(served: Any, memory: str) -> None:
+    for result in served[memory]:
+        assert result["buffers"] == [NUM_EXPERTS, NUM_RANKS * NUM_LOCAL]
+        assert result["rows"] == [NUM_MASTERS] * len(NAMES)
+
+
+@pytest.mark.parametrize("mistake", [NOT_MAPPED, NOT_AWAITED])
+def test_a_wrong_adapter_shows(served: Any, mistake: str) -> None:
+    assert not all(result["same"]["large"] for result in served[mistake])
+
+
+def test_the_reference_takes_what_deep_gemm_takes() -> None:
+    """By the names in the DeepGEMM that comes with vLLM."""
+    source = Path(vllm.__file__).parent / "third_party" / "deep_gemm" / "mega" / "__init__.py"
+    functions = {
+        node.name: [argument.arg for argument in node.args.args]
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for name, parameters in deep_gemm.PARAMETERS.items():
+        theirs = iter(functions[name])
+        assert all(parameter in theirs for parameter in parameters), name  # in this order
+
+
+# ---- one rank alone
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
+    """Rank 0's module and configuration, and the ids of every launch."""
+    for name in ("_EP", "_DP", "_TP", "_PCP", "_PP", "_WORLD", "_NODE_COUNT"):
+        monkeypatch.setattr(parallel_state, name, None)
+    transports.join_ranks(0, NUM_RANKS, transports.MEGA)
+    for name in ("synchronize", "current_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 0)
+    seen: list[Any] = []
+    install(lambda ids: seen.append(("launch", int(ids[0, 0]))), monkeypatch.setattr)
+    monkeypatch.setattr(deep_gemm, "fp8_fp4_mega_moe", lambda *_, **__: None)
+    monkeypatch.setattr(deep_gemm, "everywhere", lambda value, _: [value] * NUM_RANKS)
+    monkeypatch.setattr(checks.MEGA_MOE, "_synchronize_first_launch", lambda _: None)
+    monkeypatch.setattr(checks.MEGA_MOE, "_symm_buffers", {})
+    monkeypatch.setattr(deep_gemm_mega_moe, "current_platform", CPU)
+    config = config_of(0, NUM_RANKS)
+    layer, _ = build(config, 0)
+    return layer, config, seen
+
+
+def slots_of(layer: Any, seen: list[Any]) -> tuple[Any, ExpertWeights[Any]]:
+    """An execution that has given ``layer`` slots, whose flow notes what it is asked."""
+    flow: Any = Flow(TokenView.SHARED)
+    flow.balancer = Noting(100)
+    flow.balancer.seen = seen
+    execution: Any = mega_moe._MegaMoe(flow)
+    weights = ExpertWeights(layer, mega_moe._experts(layer))
+    execution.give_slots([weights], SHAPE)
+    for parameter in weights.parameters:
+        parameter.data = torch.cat([parameter.data, parameter.data[:NUM_SLOTS]])
+    weights.hide_slots(NUM_MASTERS, execution.kernel)
+    return execution, weights
+
+
+def test_every_call_goes_in_order_and_what_is_computed_apart_is_not_balanced(alone: Any) -> None:
+    layer, _, seen = alone
+    execution, _ = slots_of(layer, seen)
+    x, ids = torch.ones(8, HIDDEN).bfloat16(), torch.zeros(8, TOP_K, dtype=torch.int64)
+    layer(x, torch.ones(8, TOP_K), ids)
+    assert [each[0] for each in seen] == ["route", "receive", "launch", "experts done", "computed"]
+    assert seen[2] == ("launch", 100)
+    seen.clear()
+    many = x.repeat(2 * MAX_TOKENS // 8 + 1, 1)  # vLLM's buffer holds no more than it schedules
+    chosen = ids[:1].expand(len(many), -1).int() + 1
+    assert execution.compute(layer, many, torch.ones(chosen.shape), chosen).shape == many.shape
+    assert seen == [("launch", 1)] * 3
+    execution.take_slots([ExpertWeights(layer, [])], SHAPE)
+    seen.clear()
+    layer(x, torch.ones(8, TOP_K), ids)
+    assert seen == [("launch", 0)]
+    assert layer.num_experts == NUM_EXPERTS
+
+
+def test_weights_are_loaded_into_masters_of_a_layer_with_slots(alone: Any) -> None:
+    layer, _, seen = alone
+    _, weights = slots_of(layer, seen)
+    new = torch.full((HIDDEN, INNER // 2), 3, dtype=torch.uint8)
+    for expert in range(NUM_EXPERTS):
+        parameter = dict(layer.named_parameters())["w2_weight"]
+        parameter.weight_loader(parameter, new, f"{NAMES[0]}.w2_weight", "w2", expert)
+    (with_slots,) = (own for own in weights.parameters if own.shape[1:] == (HIDDEN, INNER // 2))
+    assert (with_slots[:NUM_MASTERS] == 3).all()
+    assert not (with_slots[NUM_MASTERS:] == 3).all()
+
+
+def test_settings_that_do_not_go_with_it_are_refused(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, config, _ = alone
+    replace_device(monkeypatch.setattr)
+    config.kernel_config.moe_backend = "deep_gemm_mega_moe"
+    config.scheduler_config.max_num_batched_tokens = 8192
+    checks.check_settings(config, BalanceConfig(speeds="1.0,0.5,1.0"))
+    with pytest.raises(UnsupportedError, match="use --speeds equal, or numbers"):
+        checks.check_settings(config, BalanceConfig(speeds="auto"))
+    config.aux_output_config.enable_return_routed_experts = True
+    with pytest.raises(UnsupportedError, match="drop --enable-return-routed-experts"):
+        checks.check_settings(config, BalanceConfig())
+
+
+def test_formats_that_no_model_has_are_refused(alone: Any) -> None:
+    layer, _, _ = alone
+    checks.check_mega_moe(layer)
+    layer.weight_format = deep_gemm_mega_moe.MEGA_MOE_BF16
+    with pytest.raises(UnsupportedError, match="not been verified with experts in bf16"):
+        checks.check_mega_moe(layer)
+
+
+def test_modules_of_the_model_are_found_in_their_order_and_others_of_its_kind_are_not(
+    alone: Any,
+) -> None:
+    layer, config, _ = alone
+    other, _ = build(config, 1)
+    kind = type("OfAModel", (checks.MEGA_MOE,), {})  # which may compute in another way
+    more = kind.__new__(kind)
+    torch.nn.Module.__init__(more)
+    modules = torch.nn.ModuleList([other, more, layer])
+    assert mega_moe.mega_moe_layers(modules) == [other, layer]
