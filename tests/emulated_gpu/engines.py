@@ -94,12 +94,15 @@ class Way:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the model: with DeepEP a number of 512 bytes, with formats several groups a row.
+        """Of the model: with DeepEP a number of 512 bytes, or its low latency's least one; with
+        formats several groups a row.
 
         vLLM takes an expert that is one group wide for one that has one scale a row (Marlin).
         """
-        hidden = {"hidden_size": 256 if self.dispatch else 128}
-        return {"hidden_size": 256, "moe_intermediate_size": 256} if self.format else hidden
+        if self.format:
+            return {"hidden_size": 256, "moe_intermediate_size": 256}
+        hidden = {"": 128, "deepep_low_latency": 2048}
+        return {"hidden_size": hidden.get(self.dispatch, 256)}
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}

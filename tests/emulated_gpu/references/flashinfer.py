@@ -367,7 +367,7 @@ class MoEEpMegaLayer:
         group, total = self._bootstrap.process_group, []
         local = fleet.num_experts // self._bootstrap.world_size
         for x, ids, weights in everywhere((t.hidden_states, t.topk_ids, t.topk_weights), group):
-            output = torch.zeros(x.shape)
+            output = torch.zeros(x.shape, dtype=torch.float32)
             for expert in range(local):
                 row, k = torch.nonzero(ids == here * local + expert, as_tuple=True)
                 if len(row):
