@@ -99,8 +99,9 @@ def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
 
 def _emulated() -> str:
     """Answers of engines on the emulated GPU: a row for each way to serve."""
-    documents = [read_document(f"gpu-emulated-{name}") for name in ("values", "four-ranks")]
-    found = [row for each in documents for row in each["parts"]["values"]["found"]]
+    names = "values", "four-ranks", "dispatch", "ways"
+    documents = [read_document(f"gpu-emulated-{name}") for name in names]
+    found = [row for each in documents for row in _values(each)]
     rows = []
     for row in (row for row in found if "samples" in row):
         engine, _, way = row["what"].partition(", ")
@@ -114,12 +115,22 @@ def _emulated() -> str:
                 f"{row['samples']['layers']}, {row['samples']['failures']}",
             )
         )
-    text = "A tiny made-up model in float32, ten prompts of 30 to 300 tokens, mostly shared slots"
+    text = (
+        "A tiny made-up model, in bfloat16 with dispatches and formats, else in float32; "
+        "ten prompts of 30 to 300 tokens"
+    )
     head = (
         "", "greedy tokens as transformers', balanced and `off`", "worst layer's imbalance",
         "samples, failed",
     )  # fmt: skip
     return conditions(text, *documents) + table(head, rows)
+
+
+def _values(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = (
+        document["rows"] if "rows" in document else document["parts"]["values"]["found"]
+    )
+    return rows
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from tests.emulated_gpu.operators.host import in_stream
 from tests.support import balancer_rigs as rigs
 from tests.support.balancer_rigs import LAYERS
 from tests.support.ranks import fresh_run_path, outcomes_of_ranks
@@ -132,15 +133,18 @@ def run_batches(
     ids, small = (torch.from_numpy(each).to(device) for each in all_ids())
     out = torch.zeros((BATCHES, LAYERS, TOKENS, WIDTH), dtype=torch.int32, device=device)
     decoded, decode = small[0].clone(), out.new_zeros((DECODED, WIDTH))
+    computed, handed_on = decode.clone(), decode.clone()
     told, beside = torch.empty(ids.shape, dtype=torch.int32).pin_memory(), torch.cuda.Stream()
     answers = torch.empty((BATCHES, *decode.shape), dtype=torch.int32).pin_memory()
     if mistake:
         MISTAKES[mistake]()
 
     def decode_batch() -> None:
-        compute_experts(rig, rank, 0, balancer.route(0, decoded, 0), decode)
+        compute_experts(rig, rank, 0, balancer.route(0, decoded, 0), computed)
         balancer.receive()
         balancer.computed()
+        in_stream(handed_on.copy_)(computed)  # as references do
+        torch.mul(handed_on, 1, out=decode)
 
     decode_batch()  # what is captured is compiled
     graph, dispatched = torch.cuda.CUDAGraph(), []

@@ -232,9 +232,8 @@ API Graph *gpu_end_capture(void) {
     return graph;
 }
 API int gpu_is_capturing(void) { return captured != NULL; }
-API void gpu_run_graph(Graph *graph, void *stream) { /* at once: Python computes in it */
-    gpu_catch_up(stream);
-    for (Work *work = graph->first; work; work = work->next) work->run(work->arguments);
+API void gpu_run_graph(Graph *graph, void *stream) { /* at once: Python computes in it, whose copies may be held back */
+    for (Work *work = graph->first; work; work = work->next) gpu_catch_up(stream), work->run(work->arguments);
 }
 API void gpu_free_graph(Graph *graph) {
     for (Work *work = graph->first, *next; work; work = next) next = work->next, free(work);

@@ -11,6 +11,7 @@ __all__ = [
     "dynamic_scaled_int8_quant",
     "per_token_group_fp8_quant",
     "per_token_group_quant_int8",
+    "silu_and_mul_per_block_quant",
     "static_scaled_fp8_quant",
     "static_scaled_int8_quant",
 ]
@@ -45,6 +46,17 @@ def per_token_group_quant_int8(
 ) -> None:
     """As above."""
     by_group(input, output_q, output_s, group_size, eps, (int8_min, int8_max), False)
+
+
+@in_stream
+def silu_and_mul_per_block_quant(
+    out: torch.Tensor, input: torch.Tensor, scales: torch.Tensor, group_size: int
+) -> None:
+    """Of a gate, and what it gates beside it, in FP8 as above."""
+    gate, up = input.float().chunk(2, dim=-1)
+    limits = torch.finfo(out.dtype)
+    given = torch.nn.functional.silu(gate) * up
+    by_group(given, out, scales, group_size, 1e-10, (limits.min, limits.max), False)
 
 
 @in_stream
