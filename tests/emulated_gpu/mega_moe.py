@@ -134,10 +134,10 @@ class Decode:
 def make_mistake(name: str) -> None:
     """Have the adapter be wrong in the way of that name."""
     from ultraep_serve.balance.cuda.micro_batch import MicroBatch
-    from ultraep_serve.engines.vllm.stage import Flow
+    from ultraep_serve.engines.vllm.stage import VllmFlow
 
-    route = Flow.route
+    route = VllmFlow.route
     if name == NOT_MAPPED:
-        Flow.route = lambda *of: (route(*of), of[2])[1]  # type: ignore[method-assign]
+        VllmFlow.route = lambda *of: (route(*of), of[2])[1]  # type: ignore[method-assign]
     if name == NOT_AWAITED:
         MicroBatch.receive = lambda *_: None  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ with warnings.catch_warnings():
         tokens_of,
     )
     from ultraep_serve.engines.vllm import checks, mega_moe, model
-    from ultraep_serve.engines.vllm.stage import Flow
+    from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.emulated_gpu.references import mega_moe as deep_gemm
 from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, TOP_K, Noting, expected_output
@@ -167,12 +167,12 @@ class Held:
 
 def make_mistake(name: str, patch: pytest.MonkeyPatch) -> None:
     """Have the adapter be wrong in the way of that name."""
-    route, receive, done = Flow.route, Flow.receive, Flow.experts_done
+    route, receive, done = VllmFlow.route, VllmFlow.receive, VllmFlow.experts_done
     if name == NOT_MAPPED:
-        patch.setattr(Flow, "route", lambda *of: (route(*of), of[2])[1])
+        patch.setattr(VllmFlow, "route", lambda *of: (route(*of), of[2])[1])
     if name == NOT_AWAITED:
-        patch.setattr(Flow, "receive", lambda _: None)
-        patch.setattr(Flow, "experts_done", lambda flow: (receive(flow), done(flow)))
+        patch.setattr(VllmFlow, "receive", lambda _: None)
+        patch.setattr(VllmFlow, "experts_done", lambda flow: (receive(flow), done(flow)))
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
 
 def slots_of(layer: Any, seen: list[Any]) -> tuple[Any, ExpertWeights[Any]]:
     """An execution that has given ``layer`` slots, whose flow notes what it is asked."""
-    flow: Any = Flow(TokenView.SHARED)
+    flow: Any = VllmFlow(TokenView.SHARED)
     flow.balancer = Noting(100)
     flow.balancer.seen = seen
     execution: Any = mega_moe._MegaMoe(flow)
