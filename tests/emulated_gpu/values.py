@@ -11,9 +11,9 @@ transformers, and samples must fail where a mistake is made and nowhere else.
 
 DeepEP and FlashInfer combine in bfloat16, and experts in formats compute in it. There the prompts
 are those of many whose next tokens are likelier than all others by most, by transformers in
-float32, so that rounding does not choose. transformers is given what a format's weights stand for,
-and rounds what experts are given as the format's kernels do. bfloat16 may still choose another
-expert, so there all balanced tokens must be those with policy off, and most those of transformers.
+float32, so that rounding does not choose. transformers is given what a format's weights stand for;
+of activations it rounds none, so there balanced tokens must be those with policy off, and most of
+them those of transformers.
 """
 
 import json
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ sys.path[1:1] = [str(ROOT / "benchmarks" / folder) for folder in ("check_gpu", "
 import torch  # noqa: E402
 from engine import NOT_FORKED, wait_for_all  # noqa: E402
 from report import Report  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from tests.emulated_gpu.engines import TYPE, Tokens, Way, start  # noqa: E402
 from tests.emulated_gpu.libraries.check_collectives import check_collectives  # noqa: E402
@@ -48,7 +47,7 @@ from tests.emulated_gpu.references.check import (  # noqa: E402
     check_marlin,
     check_sglangs_attention,
 )
-from tests.support.quantised import SCHEMES, dequantise, quantise  # noqa: E402
+from tests.support.quantised import dequantise, quantise  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
 from tests.support.ways_to_start import SETTINGS, balanced_layers  # noqa: E402
 from ultraep_lab.demo.models import make_model  # noqa: E402
@@ -68,7 +67,6 @@ COUNTS = "answers", "same_balanced", "same_balanced_again", "same_off", "off_as_
 CHECKED = {**SETTINGS, "self_check": "full", "verify_every": 1, "min_batch_tokens": 64}
 
 
-Rounded = Callable[[torch.Tensor], torch.Tensor]
 DISPATCHES = "deepep_high_throughput", "deepep_v2", "flashinfer_nvlink_one_sided"
 WAYS = (
     Way(mistakes=tuple(FOUND_BY)),
@@ -79,6 +77,7 @@ WAYS = (
     *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
     Way(parallel="data", dispatch="deepep_v2", may_capture=True),
     *(Way(format=name) for name in ("int8", "int4", "mxfp4", "nvfp4")),
+    Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
     Way("sglang", decode_in_graphs=True, slot_memory="shared"),
@@ -124,8 +123,7 @@ def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
         model = quantise(plain, folder / "quantised", way.format)
         plain = dequantise(model, folder / "dequantised", way.format)
     is_rounded = way.dtype != TYPE
-    sizes = (POOL, FEWER_TOKENS) if is_rounded else SIZES
-    answers = by_transformers(plain, *sizes, SCHEMES[way.format].rounded if way.format else None)
+    answers = by_transformers(plain, *((POOL, FEWER_TOKENS) if is_rounded else SIZES))
     decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
     expected.write_text(json.dumps(decided if is_rounded else answers))
     return model, expected
@@ -138,33 +136,14 @@ def prompts(number: int) -> list[list[int]]:
     return [[by_chance.randint(*WORDS) for _ in range(size)] for size in sizes]
 
 
-class Rounding(TorchFunctionMode):
-    """What experts are given is rounded in all of their products."""
-
-    def __init__(self, network: torch.nn.Module, rounded: Rounded | None) -> None:
-        super().__init__()
-        named = network.named_parameters()
-        self._own = {each.data_ptr() for name, each in named if ".experts." in name}
-        self._rounded = rounded
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_meant = func is torch.nn.functional.linear and self._rounded is not None
-        if is_meant and args[1].untyped_storage().data_ptr() in self._own:
-            args = self._rounded(args[0]), *args[1:]
-        return func(*args, **(kwargs or {}))
-
-
-def by_transformers(
-    model: Path, number: int, tokens: int, rounded: Rounded | None
-) -> list[dict[str, Any]]:
+def by_transformers(model: Path, number: int, tokens: int) -> list[dict[str, Any]]:
     """Prompts, and tokens on the CPU, without a cache, so that nothing is shared with what is
     checked; ``margin`` is the least by which the likeliest token's logit is above all others'."""
     from transformers import AutoModelForCausalLM
 
-    settings = {"dtype": torch.float32, "experts_implementation": "eager"}
-    network = AutoModelForCausalLM.from_pretrained(model, **settings).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
-    with torch.inference_mode(), Rounding(network, rounded):
+    with torch.inference_mode():
         for prompt in prompts(number):
             ids, margin = list(prompt), float("inf")
             for _ in range(tokens):

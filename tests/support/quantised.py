@@ -32,13 +32,11 @@ class Scheme(NamedTuple):
     """How a matrix is written, what is read of that (float32), and the checkpoint's settings.
 
     A matrix is written with the largest magnitude of those that share a scale of the whole with it.
-    Kernels may round activations too, which is then said here, by token or by its groups.
     """
 
     write: Callable[[torch.Tensor, torch.Tensor], Tensors]
     read: Callable[[Tensors], torch.Tensor]
     config: Callable[[list[str]], dict[str, Any]]  # of the matrices that are left alone
-    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def quantise(source: Path, target: Path, scheme: str) -> Path:
@@ -247,28 +245,10 @@ def _fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
 
 
-def _fp8_rounded(activations: torch.Tensor, columns: int = 0) -> torch.Tensor:
-    groups = activations.unflatten(-1, (-1, columns or activations.shape[-1]))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / _FP8_MAX
-    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-
-
-def _int8_rounded(activations: torch.Tensor) -> torch.Tensor:
-    scale = activations.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127
-    return (activations / scale).round() * scale
-
-
 SCHEMES = {
-    "fp8": Scheme(
-        _fp8,
-        _fp8_read,
-        partial(_fp8_config, weight_block_size=[_BLOCK, _BLOCK]),
-        partial(_fp8_rounded, columns=_BLOCK),
-    ),
-    "fp8-tensor": Scheme(_fp8_tensor, _scaled, _fp8_config, _fp8_rounded),
-    "int8": Scheme(
-        _int8, _scaled, partial(compressed_tensors, "W8A8", "int-quantized"), _int8_rounded
-    ),
+    "fp8": Scheme(_fp8, _fp8_read, partial(_fp8_config, weight_block_size=[_BLOCK, _BLOCK])),
+    "fp8-tensor": Scheme(_fp8_tensor, _scaled, _fp8_config),
+    "int8": Scheme(_int8, _scaled, partial(compressed_tensors, "W8A8", "int-quantized")),
     "int4": Scheme(_int4, _int4_read, partial(compressed_tensors, "W4A16", "pack-quantized")),
     "awq": Scheme(_awq, _awq_read, _awq_config),
     "mxfp4": Scheme(_mxfp4, _mxfp4_read, lambda left_alone: {"quant_method": "mxfp4"}),
