@@ -219,7 +219,7 @@ def _gains() -> str:
         ),
         _served("prompts of 2,048, a router made to be skewed", "{}-ttft-per_layer", 2048),
         _recorded(),
-        _served("**it may lose:** prompts of 2,048, an even router", "{}-balanced", 2048),
+        _served("**nothing to gain:** prompts of 2,048, an even router", "{}-balanced", 2048),
     ]
     text = (
         "GPUs: MoE layers, 1,024 / 8,192 tokens of each rank in a batch, default slots; on the "

@@ -60,6 +60,7 @@ def measured(fake: FakeDeployment, path: Path, *flags: str) -> dict[str, Any]:
 
 def test_faster_policy_measures_faster(fake: FakeDeployment, tmp_path: Path) -> None:
     flags = ("--prompt-tokens", "64,128", "--repeats", "3")
+    fake.delays.update(off=0.4, quota=0.25, ideal=0.1)  # further apart than a busy machine's
     document = measured(fake, tmp_path / "new" / "result.json", *flags)
     assert [row["requested_tokens"] for row in document["rows"]] == [64, 128]
     for row in document["rows"]:
