@@ -114,6 +114,7 @@ def statements() -> dict[Path, list[str]]:
         _DOCS / "gpus.md": [
             f"in {len(checks['checks'])} checks (commit {checks['commit']})",
             f"commit {device['commit']}",
+            *_beside_the_tables(),
         ],
         _DOCS / "dev" / "measurements.md": _routing(),
     }
@@ -146,6 +147,23 @@ def _on_cpu() -> str:
     """What a layer took of the H200's CPU, left alone and balanced."""
     flow, alone = (f"{row['host_microseconds']:.0f}" for row in gpu_rows("balancer"))
     return f"{alone} to {flow} us of the CPU for a layer"
+
+
+def _beside_the_tables() -> list[str]:
+    """Of the H200, what the tables of docs/gpus.md leave out."""
+    [rack] = (row for row in gpu_rows("routing") if (row["ranks"], row["what"]) == (72, "plan"))
+    plans = [row["own_microseconds"]["plan"] for row in gpu_rows("layer-qwen3", "layer-deepseek")]
+    least, most, largest = min(plans[:-1]), max(plans[:-1]), plans[-1]
+    drifting = [
+        row["layer_microseconds"]
+        for row in read_document("gpu-checks")["layers, one kind timed after the other"]
+        if "qwen3" in row["what"]
+    ]
+    return [
+        _listed(f"{took['off'] / took['balanced']:.2f}" for took in drifting) + " there",
+        f"72 ranks needs {rack['graph_microseconds']:.0f} us for a plan",
+        f"took {least:.0f} to {most:.0f} us with 16 ranks, and {largest:.0f} us with 64",
+    ]
 
 
 def _routing() -> list[str]:
