@@ -16,8 +16,8 @@ PAGE = DOCS / "gpus.md"
 _ENGINES = {"vllm": "vLLM 0.33", "sglang": "SGLang 0.5.23"}
 _MODELS = {"layer of qwen3-235b-a22b": "Qwen3-235B-A22B", "layer of deepseek-v3": "DeepSeek-V3"}
 _SHORT = {  # of ways to serve
-    " tensor-parallel ranks": " TP ranks",
-    " data-parallel ranks": " DP ranks",
+    " tensor-parallel ranks": " TP",
+    " data-parallel ranks": " DP",
     ", V2 runner": "",
     ", eager": "",
     "decode in CUDA graphs": "CUDA graphs",
@@ -105,29 +105,39 @@ def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
 
 
 def _emulated() -> str:
-    """Answers of engines on the emulated GPU: a row for each way to serve."""
+    """Answers of engines on the emulated GPU: ways to serve with as many right answers in a row."""
     names = "values", "four-ranks", "dispatch", "ways"
     documents = [read_document(f"gpu-emulated-{name}") for name in names]
     found = [row for each in documents for row in _values(each) if "samples" in row]
-    rows = []
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in found:
-        engine, _, way = row["what"].partition(", ")
-        for words, short in _SHORT.items():
-            way = way.replace(words, short)
-        layers = row["imbalance_by_layer"].values()
-        before, after = (max(layer[number] for layer in layers) for number in (0, 1))
         same = f"{row['same_balanced']}, {row['same_off']} of {row['answers']}"
-        rows.append((f"{_ENGINES[engine]}, {way}", same, f"{before:.2f} to {after:.2f}"))
+        groups.setdefault((_ENGINES[row["what"].split(", ")[0]], same), []).append(row)
+    rows = []
+    for (engine, same), members in groups.items():
+        layers = [layer for row in members for layer in row["imbalance_by_layer"].values()]
+        before, after = (max(layer[number] for layer in layers) for number in (0, 1))
+        ways = "; ".join(_short(row["what"].partition(", ")[2]) for row in members)
+        rows.append((engine, ways, same, f"{before:.2f} to {after:.2f}"))
     samples = [row["samples"] for row in found]
     assert not any(each["failures"] for each in samples), "the line above the table says so"
     least, most = (of(each["layers"] for each in samples) for of in (min, max))
     text = (
         "A tiny made-up model, in bfloat16 with dispatches and formats, else in float32; ten "
-        "prompts of 30 to 300 tokens; eager and, in vLLM, by its default runner (V2), unless a row "
-        f"says otherwise; {least} to {most} samples in each, none failed"
+        "prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless said "
+        f"otherwise; {least} to {most} samples in each, none failed"
     )
-    head = ("", "greedy tokens as transformers', balanced, `off`", "worst layer's imbalance")
+    head = (
+        "", "ranks, and how", "greedy tokens as transformers', balanced, `off`",
+        "worst layer's imbalance",
+    )  # fmt: skip
     return conditions(text, *documents) + table(head, rows)
+
+
+def _short(way: str) -> str:
+    for words, short in _SHORT.items():
+        way = way.replace(words, short)
+    return way
 
 
 def _values(document: Mapping[str, Any]) -> list[dict[str, Any]]:
