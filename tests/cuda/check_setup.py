@@ -86,6 +86,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> Joined:
         if rank == 0:
             with ControlPage.open(run_path) as page:
                 page.set_policy(Policy.IDEAL)
+        ids[1, 0] = -1  # an odd number, so that the next rank's turns begin elsewhere
         for layer in range(LAYERS):
             physical = joined.balancer.route(layer, ids, 100)
             joined.balancer.receive()
