@@ -1,11 +1,10 @@
 """What all benchmarks share: ``tests.support`` on the path, --json, and how results are written."""
 
 import argparse
-import io
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,3 @@ def write(path: Path | None, results: Mapping[str, Any]) -> None:
     if path is not None:
         how = {"command": command(), "commit": commit(), "machine": describe()}
         write_json(path, {**results, **how})
-
-
-def picture(*paints: Callable[[Any], None], size: tuple[float, float]) -> bytes:
-    """An SVG of what ``paints`` draw side by side, each on its axes; ``size`` in inches."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure, stream = Figure(figsize=size, layout="constrained"), io.BytesIO()
-    for number, paint in enumerate(paints):
-        axes = figure.add_subplot(1, len(paints), number + 1)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        paint(axes)
-    with matplotlib.rc_context({"svg.hashsalt": "ultraep"}):  # the same bytes every time
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()

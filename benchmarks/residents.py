@@ -2,9 +2,11 @@
 
     python benchmarks/residents.py --loads FILE
 
-FILE is JSON as for ``big_models.py``: totals of whole runs of large models. All of its layers are
-served by 8, 16 and 64 H200s in hosts of 8, which copies do not leave, and by 64 GPUs of a GB200
-rack, in batches of 256 to 8,192 tokens of each rank, with four kinds of traffic:
+FILE is JSON, {"loads": {"MODEL layerN": [assignments of each expert]}}: totals of whole runs, as
+SyFI-ServingStudio/ServingStudioSim publishes them (presets/alignment/*/expert_popularity.json).
+They are not part of this repository. All layers are served by 8, 16 and 64 H200s in hosts of 8,
+which copies do not leave, and by 64 GPUs of a GB200 rack, in batches of 256 to 8,192 tokens of each
+rank, with four kinds of traffic:
 
 - the same: each batch is drawn from the totals;
 - jitter 0.5: each expert's share times exp(normal(0, 0.5)), anew in every batch;

@@ -1,7 +1,6 @@
 """The models that servers are measured with, and such a server, two ranks on this machine."""
 
 import argparse
-import time
 from pathlib import Path
 
 from ultraep_lab.demo.balanced_server import (
@@ -11,12 +10,9 @@ from ultraep_lab.demo.balanced_server import (
 )
 from ultraep_lab.demo.models import make_model
 from ultraep_lab.demo.spec import ModelSpec
-from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.record import RecordArray
 
 WORK = Path("results")  # models and logs
 _CONTEXT = 16384  # tokens
-_BEHIND_SECONDS = 0.05
 _MODELS = {
     "qwen3": ModelSpec(),
     "balanced": ModelSpec(imbalance=1.0),
@@ -39,18 +35,10 @@ def model(name: str) -> Path:
     return path
 
 
-def serve(
-    options: argparse.Namespace, path: Path, dtype: str, *extra: str, prefix_cache: bool = False
-) -> BalancedServer:
+def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> BalancedServer:
     """A server for ``path`` under the benchmark's options."""
     engine = installed_engine()
-    flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine, prefix_cache)
+    flags = expert_parallel_flags(options.mode, dtype, _CONTEXT, engine)
     flags += ["--slot-memory", options.slot_memory, *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=engine)
-
-
-def new_records(readers: list[RingReader]) -> list[RecordArray]:
-    """What ranks have recorded since the last call, some milliseconds behind their answers."""
-    time.sleep(_BEHIND_SECONDS)
-    return [reader.poll().records for reader in readers]

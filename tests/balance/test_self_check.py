@@ -68,23 +68,9 @@ def replicating(fill: Callable[..., object]) -> Fault:
     return fault
 
 
-def after_copying(damage: Callable[[Stages, ExpertShape, int], object]) -> Fault:
-    """A fault that does ``damage`` (stages, shape, layer) whenever slots were filled."""
-
-    def fill(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
-        made.replicate(layer, *rest)
-        damage(made, shape, layer)
-
-    return replicating(fill)
-
-
-def flipped_bit(made: Stages, shape: ExpertShape, layer: int) -> None:
+def flipped_bit(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
+    made.replicate(layer, *rest)
     made.layers[layer].tensors[0][shape.num_masters].view(torch.uint8)[0, 0] ^= 1
-
-
-def copy_cut_short(made: Stages, _: ExpertShape, layer: int) -> None:
-    """The last bytes of the last slot stay what they were before."""
-    made.layers[layer].tensors[-1][-1].view(torch.uint8)[-4:] = 0xA5
 
 
 def stale_scale(made: Stages, shape: ExpertShape, layer: int, *rest: Any) -> None:
@@ -101,10 +87,6 @@ def never_copied(
     less = slot_expert.copy()
     less[:-1][less[:-1] // (less.max() + 1) == 0] = less[:-1].max()
     made.replicate(layer, less, by_relays)
-
-
-def other_layer(made: Stages, _: ExpertShape, layer: int, *rest: Any) -> None:
-    made.replicate((layer + 1) % LAYERS, *rest)
 
 
 def early_overwrite(made: Stages, *_: object) -> Stages:
@@ -183,13 +165,11 @@ _PLANNED = "a plan is another one"
 FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error says
     "none": (lambda made, *_: made, ""),
     "no number": (no_number, ""),
-    "copy cut short": (after_copying(copy_cut_short), f"{_COPIES} 2"),
     "early overwrite": (early_overwrite, f"{_COPIES} 2"),
     "quota off by one": (routing(one_more), _KERNELS + _PLANNED),
-    "flipped bit": (after_copying(flipped_bit), f"{_COPIES} 2: slots of layer 0 have other bytes"),
+    "flipped bit": (replicating(flipped_bit), f"{_COPIES} 2: slots of layer 0 have other bytes"),
     "stale scale": (replicating(stale_scale), f"{_COPIES} 2"),
     "never copied": (replicating(never_copied), _COPIES),
-    "another layer": (replicating(other_layer), _COPIES),
     "lost assignment": (lost_assignment, f"{_KERNELS}assignments are counted wrong"),
     "wrong id": (
         routing(lambda _, ids: ids.sub_((ids > 0).int())),

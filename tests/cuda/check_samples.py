@@ -1,6 +1,6 @@
 """Samples of the device's balancer, between processes: each check finds its faults, and no other.
 
-Host memory stands in for the GPU's, as in ``check_balancer``.
+Host memory stands in for the GPU's; the device's balancer reaches it through driver and kernels.
 """
 
 from collections.abc import Callable, Iterator

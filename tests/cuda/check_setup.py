@@ -21,14 +21,20 @@ from ultraep_serve.engines.common import group
 from ultraep_serve.engines.common.group import BalancedLayers
 from ultraep_serve.engines.common.loaded import EngineRank, MovableLayers
 from ultraep_serve.proof import start
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import Decision, ExpertShape, TokenView
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+
+Joined = tuple[CostModel, list[int], list[int]]
 
 
-def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
-    """Layers joined as an engine does it, on a device; what was agreed on, and decisions."""
+def join(rank: int, run_path: Path, view: TokenView, costs: str) -> Joined:
+    """Layers joined as an engine does it, on a device.
+
+    What was agreed on, decisions, and this rank's assignments to each rank in a forced layer.
+    """
     search_briefly()
     start._LOADS, start._TOKENS = 1, 16  # the interpreter is slow
     shape = ExpertShape(2, 8, 1)
@@ -77,11 +83,21 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
             assert waited == ({60_000_000_000} if batch else loading)
             waited.clear()
             joined.end_loading(logging.getLogger("test"))
+        if rank == 0:
+            with ControlPage.open(run_path) as page:
+                page.set_policy(Policy.IDEAL)
+        ids[1, 0] = -1  # an odd number, so that the next rank's turns begin elsewhere
+        for layer in range(LAYERS):
+            physical = joined.balancer.route(layer, ids, 100)
+            joined.balancer.receive()
+            joined.balancer.computed()
+        assert torch.equal(physical < 0, ids < 0)
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions = ring.poll().records["decision"].tolist()
     backend.fabric.exchange(torch.zeros(backend.fabric.limits.row_width, dtype=torch.int32))
-    return joined._costs, decisions
+    forced = torch.bincount(physical[physical >= 0] // shape.num_local, minlength=2)
+    return joined._costs, decisions, forced.tolist()
 
 
 def test_balanced_layers_run_on_a_device() -> None:
@@ -89,14 +105,18 @@ def test_balanced_layers_run_on_a_device() -> None:
     for view in TokenView:
         with fresh_run_path() as run_path:
             both = run_ranks(join, 2, run_path, view, given.to_json(), timeout_seconds=400.0)
-        assert both == [(given, [Decision.PLANNED] * LAYERS * 2)] * 2
+        decisions = [Decision.PLANNED] * LAYERS * 2 + [Decision.FORCED] * LAYERS
+        assert [found[:2] for found in both] == [(given, decisions)] * 2
+        forced = torch.tensor([found[2] for found in both])
+        whole = forced[0] if view is TokenView.SHARED else forced.sum(0)
+        assert whole.max() - whole.min() <= 1
 
 
 def test_ranks_agree_on_the_costs_they_measure() -> None:
     with fresh_run_path() as run_path:
         both = run_ranks(join, 2, run_path, TokenView.SHARED, "", timeout_seconds=400.0)
-    (costs, decisions), other = both
-    assert (costs, decisions) == other  # whatever it is
+    (costs, decisions, _), other = both
+    assert (costs, decisions) == other[:2]  # whatever it is
     assert costs.bytes_per_expert == sum(4 * torch.Size(shape).numel() for shape in SHAPES)
     assert 1e-6 < costs.seconds_per_assignment < 3e-6
     assert min(costs.link_bytes_per_second, costs.exchange_seconds, costs.plan_seconds) > 0

@@ -164,21 +164,3 @@ def test_the_sheet_has_what_was_found_and_names_what_is_missing(program: Any) ->
     text = program.sheet(emulated)
     assert "| vllm, eager | 32 of 32 |" in text
     assert "Missing: part `first-token`" in text
-    layer = {
-        "what": "layer of qwen3-235b-a22b",
-        "passed": True,
-        "hidden": 4096,
-        "inner": 1536,
-        "slots": 2,
-        "imbalance_before": 4.0,
-        "imbalance_after": 1.002,
-        "layer_microseconds": {"off": 8000.0, "balanced": 2100.0, "ideal": 2000.0},
-        "speedup_with_own": 3.5,
-        "rank_loads": {"off": [10, 40], "balanced": [24, 26]},
-    }
-    device = {"found": {"parts": [{"part": "layer-sheet", "rows": [layer]}]}}
-    text = program.sheet({**emulated, "parts": {"device": device}})
-    assert "| 3.00 → 0.002 | 8.00 ms | 2.10 ms | 2.00 ms | 3.50 | 10 to 40 → 24 to 26 |" in text
-    assert "2 slots take 72 MiB" in text
-    assert "6.6 GiB" in text
-    assert "Missing: part `engine` (not asked for)." in text

@@ -11,9 +11,6 @@ import torch
 
 pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 from ultraep_kernels.device import launch as launch_module
 
 from tests.support.launches import (
@@ -25,7 +22,7 @@ from tests.support.launches import (
     recorded_streams,
 )
 from tests.support.mirror import FakeRecorder
-from tests.support.offline import Launch
+from tests.support.offline import Launch, bound
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda.pages import Page
 from ultraep_serve.types import Decision, ExpertShape
@@ -206,16 +203,10 @@ def test_a_capture_leaves_the_batches_before_it_alone() -> None:
 
 def compiled_for(launches: list[Launch]) -> set[tuple[str, str]]:
     """Kernels by name, and what a launch on a GPU would compile each of them for."""
-    backend, binders = make_backend(GPUTarget("cuda", 90, 32)), {}
-    found = set()
-    for made in launches:
-        function = made.function
-        if function not in binders:
-            arguments = function.signature, function.params, backend
-            binders[function] = create_function_from_signature(*arguments)
-        _, specialised, _ = binders[function](**made.arguments)
-        found.add((function.__name__, repr(specialised)))
-    return found
+    return {
+        (made.function.__name__, repr(bound(made.function, made.arguments).specialised))
+        for made in launches
+    }
 
 
 @pytest.mark.parametrize(

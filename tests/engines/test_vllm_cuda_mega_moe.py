@@ -1,7 +1,9 @@
-"""vLLM's native megakernel over masters and slots: its own module, with a reference of DeepGEMM."""
+"""vLLM's native megakernel over masters and slots: one rank's module, over a reference of DeepGEMM.
+
+What ranks answer together is in ``tests/emulated_gpu/mega_moe.py``.
+"""
 
 import ast
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +17,12 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     import vllm
-    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe import deep_gemm_mega_moe
 
     import tests.support.vllm_transports as transports
     from tests.support.vllm_gpu import (
         NAMES,
-        NUM_LOCAL,
         NUM_MASTERS,
         NUM_RANKS,
         NUM_SLOTS,
@@ -30,7 +30,6 @@ with warnings.catch_warnings():
         replace_device,
     )
     from tests.support.vllm_mega_moe import (
-        BATCHES,
         HIDDEN,
         INNER,
         MAX_TOKENS,
@@ -41,181 +40,21 @@ with warnings.catch_warnings():
         run_batch,
         tokens_of,
     )
-    from ultraep_serve.engines.vllm import checks, mega_moe, model
+    from ultraep_serve.engines.vllm import checks, mega_moe
     from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.emulated_gpu.references import mega_moe as deep_gemm
-from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, TOP_K, Noting, expected_output
-from tests.support.hosts import engine_group
-from tests.support.ranks import run_settings
-from ultraep_serve.balance.host.fabric import HostFabric
+from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.sidecar.proof import verification_of
-from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import TokenView
 
 pytestmark = pytest.mark.skipif(
     checks.MEGA_MOE is None, reason="models in this vLLM have modules of their own for it"
 )
 
-THRESHOLD = 24
 CPU = SimpleNamespace(device_type="cpu")
-RIGHT = "per_layer", "shared"  # memory of slots
-NOT_MAPPED, NOT_AWAITED = "ids as they come", "copies not awaited"  # wrong adapters
-
-
-def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
-    engine_group(run_dirs[0], rank, NUM_RANKS)
-    torch.set_num_threads(1)  # small products; ranks share the machine
-    transports.install_libraries()
-    replace_device(setattr)
-    setattr(deep_gemm_mega_moe, "current_platform", CPU)  # noqa: B010 mypy
-    names = (*RIGHT, NOT_MAPPED, NOT_AWAITED)
-    return [serve(name, rank, run_dir) for name, run_dir in zip(names, run_dirs, strict=True)]
-
-
-def serve(name: str, rank: int, run_dir: str) -> dict[str, Any]:
-    """Outputs before and after layers are balanced, by batch and layer."""
-    transports.join_ranks(rank, NUM_RANKS, transports.MEGA)
-    deep_gemm.SymmBuffer.made.clear()
-    checks.MEGA_MOE._symm_buffers.clear()
-    settings = BalanceConfig(
-        run_dir=run_dir,
-        slots=NUM_SLOTS,
-        min_batch_tokens=THRESHOLD,
-        costs=ALWAYS_PAYS,
-        slot_memory=name if name in RIGHT else "shared",
-        self_check="quick" if name in RIGHT else "off",
-        verify_every=int(name in RIGHT),
-    )
-    config, held = config_of(rank, NUM_RANKS), Held(Path(run_dir), rank)
-    taken: list[torch.Tensor] = []
-    install(lambda ids: (taken.append(ids), held.come()))
-    built = [build(config, seed) for seed in range(len(NAMES))]
-    layers, plain = [layer for layer, _ in built], [tensors for _, tensors in built]
-
-    ids: dict[str, list[Any]] = {}
-
-    def run(batch: str) -> list[torch.Tensor]:
-        outputs, ids[batch] = [], []
-        for layer in layers:
-            taken.clear()
-            outputs.append(run_batch(layer, config, batch))
-            ids[batch].append(taken[0].numpy())  # others are of samples
-        return outputs
-
-    off = {batch: run(batch) for batch in BATCHES}
-    with set_current_vllm_config(config):
-        balanced = model.balance(settings, config, layers)
-    run("small")  # all ranks make the buffer together
-    with pytest.MonkeyPatch.context() as patch:
-        make_mistake(name, patch)
-        held.hold(patch)
-        found = {batch: run(batch) for batch in BATCHES}
-        balanced.require_in_place()
-    samples = verification_of([RingReader(Path(run_dir, f"ring-{rank}")).header()], is_off=False)
-    expected = expected_output(tokens_of(rank, "large"), plain[0])[:-PADDED]
-    return {
-        "same": {batch: all(map(torch.equal, found[batch], off[batch])) for batch in BATCHES},
-        "error": float((off["large"][0][:-PADDED] - expected).abs().max() / expected.abs().max()),
-        "ids": ids,
-        "buffers": list(deep_gemm.SymmBuffer.made),
-        "rows": [layer.w13_weight.shape[0] for layer in layers],
-        "samples": (samples.layers, samples.failures),
-    }
-
-
-class Held:
-    """Holds back what rank 0 sends, until the others wait for it or have launched the kernel.
-
-    So what arrives comes behind a launch that has not waited. For layers in turn.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank, self._is_on = folder, rank, False
-        self._sent = self._come = 0
-
-    def come(self) -> None:
-        """Say that this rank waits, or launches; once for a layer that has copies."""
-        if self._is_on and self._come < self._sent:
-            self._come += 1
-            (self._folder / f"come-{self._rank}-{self._come}").touch()
-
-    def hold(self, patch: pytest.MonkeyPatch) -> None:
-        stream, wait, self._is_on = HostFabric.stream, HostFabric.wait_slots, True
-
-        def sent(*of: Any) -> None:
-            self._sent += 1
-            if self._rank == 0:
-                self._wait_for_others()
-            stream(*of)
-
-        def awaited(*of: Any) -> None:
-            self.come()
-            wait(*of)
-
-        patch.setattr(HostFabric, "stream", sent)
-        patch.setattr(HostFabric, "wait_slots", awaited)
-
-    def _wait_for_others(self) -> None:
-        for rank in range(1, NUM_RANKS):
-            while not (self._folder / f"come-{rank}-{self._sent}").exists():
-                time.sleep(0.001)
-
-
-def make_mistake(name: str, patch: pytest.MonkeyPatch) -> None:
-    """Have the adapter be wrong in the way of that name."""
-    route, receive, done = VllmFlow.route, VllmFlow.receive, VllmFlow.experts_done
-    if name == NOT_MAPPED:
-        patch.setattr(VllmFlow, "route", lambda *of: (route(*of), of[2])[1])
-    if name == NOT_AWAITED:
-        patch.setattr(VllmFlow, "receive", lambda _: None)
-        patch.setattr(VllmFlow, "experts_done", lambda flow: (receive(flow), done(flow)))
-
-
-@pytest.fixture(scope="module")
-def served() -> dict[str, list[dict[str, Any]]]:
-    """Results by setting and rank."""
-    return run_settings(serve_on_rank, NUM_RANKS, (*RIGHT, NOT_MAPPED, NOT_AWAITED))
-
-
-@pytest.mark.parametrize("memory", RIGHT)
-def test_answers_are_those_without_balancing(served: Any, memory: str) -> None:
-    """Bit for bit, since a token's sum is taken in one order; and those of the checkpoint."""
-    for result in served[memory]:
-        assert all(result["same"].values())
-        assert result["error"] < 0.02  # bfloat16
-        layers, failures = result["samples"]
-        assert layers > 0
-        assert not failures
-
-
-@pytest.mark.parametrize("memory", RIGHT)
-def test_the_kernel_is_given_physical_ids_and_no_padding(served: Any, memory: str) -> None:
-    for name in ("large", "uneven"):  # the rank with one token plans with the others
-        ids = [each for result in served[memory] for each in result["ids"][name]]
-        assert any(((own >= 0) & (own % NUM_LOCAL >= NUM_MASTERS)).any() for own in ids)
-    for rank, result in enumerate(served[memory]):
-        logical = tokens_of(rank, "small").ids.numpy()
-        at_home = logical + logical // NUM_MASTERS * NUM_SLOTS
-        for own in result["ids"]["small"]:
-            assert ((own == at_home) | ((own == -1) & (logical < 0))).all()
-        for own in result["ids"]["large"]:
-            assert (own[-PADDED:] == -1).all()
-
-
-@pytest.mark.parametrize("memory", RIGHT)
-def test_one_buffer_is_made_for_slots_and_programs_find_masters(served: Any, memory: str) -> None:
-    for result in served[memory]:
-        assert result["buffers"] == [NUM_EXPERTS, NUM_RANKS * NUM_LOCAL]
-        assert result["rows"] == [NUM_MASTERS] * len(NAMES)
-
-
-@pytest.mark.parametrize("mistake", [NOT_MAPPED, NOT_AWAITED])
-def test_a_wrong_adapter_shows(served: Any, mistake: str) -> None:
-    assert not all(result["same"]["large"] for result in served[mistake])
 
 
 def test_the_reference_takes_what_deep_gemm_takes() -> None:
@@ -229,9 +68,6 @@ def test_the_reference_takes_what_deep_gemm_takes() -> None:
     for name, parameters in deep_gemm.PARAMETERS.items():
         theirs = iter(functions[name])
         assert all(parameter in theirs for parameter in parameters), name  # in this order
-
-
-# ---- one rank alone
 
 
 @pytest.fixture
@@ -285,6 +121,15 @@ def test_every_call_goes_in_order_and_what_is_computed_apart_is_not_balanced(alo
     layer(x, torch.ones(8, TOP_K), ids)
     assert seen == [("launch", 0)]
     assert layer.num_experts == NUM_EXPERTS
+
+
+def test_tokens_that_vllm_has_added_are_no_load(alone: Any) -> None:
+    layer, config, seen = alone
+    execution, _ = slots_of(layer, seen)
+    run_batch(layer, config, "large")
+    (routed,) = execution._flow.balancer.routed
+    assert (routed[-PADDED:] == -1).all()
+    assert torch.equal(routed[:-PADDED], tokens_of(0, "large").ids[:-PADDED])
 
 
 def test_weights_are_loaded_into_masters_of_a_layer_with_slots(alone: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ranks with a balancer of either kind, for the checks of the device's."""
+"""Ranks with a device's balancer, for its checks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,6 @@ from tests.support.mirror import FakeRecorder, mirrored_balancer
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.balance.host.balancer import HostBalancer
-from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import SocketRendezvous
 from ultraep_serve.balance.slots import SlotPool
@@ -64,7 +61,7 @@ def even(_rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Setup:
-    """Of both balancers."""
+    """Of a group."""
 
     shape: ExpertShape
     view: TokenView
@@ -72,16 +69,6 @@ class Setup:
     costs: IntegerCosts = FREE
     is_sampled: bool = False  # on the device
     answers: Answers | None = None  # of samples
-
-    def pool(self, driver: Driver, num_slots: int) -> SlotPool:
-        """Slots of a rank; of each layer's own where the configuration says so."""
-        return SlotPool(driver, num_slots, CHUNK_BYTES, self.config.slot_memory == "per_layer")
-
-    def of(self, rank: int) -> GroupSetup:
-        location = Location.on_one_host(rank, self.shape.num_ranks)
-        return GroupSetup(
-            self.config, self.shape, self.view, location, relay="auto", chunk_bytes=CHUNK_BYTES
-        )
 
 
 @dataclass
@@ -94,19 +81,6 @@ class Rig:
     fabric: Any
 
 
-def host_rig(rank: int, run_path: Path, setup: Setup) -> Rig:
-    shape, view = setup.shape, setup.view
-    pool = setup.pool(HostMemory(), shape.num_replica_slots)
-    layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
-    width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
-    group_setup, recorder = setup.of(rank), FakeRecorder()
-    location = group_setup.location
-    fabric = HostFabric(run_path, location, width, pool, chunks, 60.0)
-    policies = recorder if rank == 0 else None
-    balancer = HostBalancer(group_setup, layers, fabric, policies, recorder, setup.costs)
-    return Rig(balancer, layers, recorder, fabric)
-
-
 def device_rig(
     rank: int,
     run_path: Path,
@@ -115,22 +89,20 @@ def device_rig(
     driver: Driver | None = None,
 ) -> Rig:
     """``driver`` of a GPU where it is not the host."""
-    shape, view = setup.shape, setup.view
+    shape, view, config = setup.shape, setup.view, setup.config
     driver = driver or HostDriver()
-    pool = setup.pool(driver, shape.num_slots)
+    pool = SlotPool(driver, shape.num_slots, CHUNK_BYTES, config.slot_memory == "per_layer")
     masters = [masters_of(rank, i, shape.num_masters) for i in range(LAYERS)]
     layers = [pool.adopt([each.to(driver.device) for each in layer]) for layer in masters]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, Programs(2, 2))
-    group_setup, recorder = setup.of(rank), FakeRecorder()
-    location = group_setup.location
-    path = run_path / "device"  # beside the ranks of ``host_rig``
-    path.mkdir(exist_ok=True)
-    rendezvous = SocketRendezvous(path, rank, location.domain, 60.0)
+    location, recorder = Location.on_one_host(rank, shape.num_ranks), FakeRecorder()
+    group_setup = GroupSetup(config, shape, view, location, relay="auto", chunk_bytes=CHUNK_BYTES)
+    rendezvous = SocketRendezvous(run_path, rank, location.domain, 60.0)
     fabric = DeviceFabric(pool, rendezvous, location, limits)
     policies = recorder if rank == 0 else None
     samples = None
-    if setup.config.verify_every and setup.is_sampled:
+    if config.verify_every and setup.is_sampled:
         parameters = [layer.tensors for layer in layers]
         sampled = Sampled(parameters, setup.answers, run_path / f"verification-{rank}", dict)
         samples = DeviceSamples(group_setup, fabric, sampled, recorder, policies)

@@ -20,15 +20,12 @@ from unittest import mock
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
 from ultraep_kernels.device import launch as launch_module
 from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, bare_config, mirrored_balancer
-from tests.support.offline import Launch, recorded_launches
+from tests.support.offline import Launch, bound, recorded_launches
 from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import micro_batch, pages, timing
@@ -300,20 +297,19 @@ def prepared_launches(
     Its kernels take ``scratch`` bytes of memory that it adds.
     """
     asked: list[tuple[int, list[int]]] = []
-    backend = make_backend(GPUTarget("cuda", 90, 32))
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         num_warps, _ = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
         arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        signature, values = _bound_as_on_a_gpu(backend, function, arguments)
-        words = [*map(int, _leaves_of(signature, values)), 0, 0]
+        made = bound(function, arguments)
+        words = [*made.words(), 0, 0]
         asked.append((*grid, words))
         return SimpleNamespace(
             function=0,
             metadata=SimpleNamespace(
                 num_warps=num_warps, shared=0, global_scratch_size=0, profile_scratch_size=scratch
             ),
-            src=SimpleNamespace(signature=signature),
+            src=SimpleNamespace(signature={name: made.signature[name] for name in made.values}),
             asm={"ptx": f".visible .entry kernel({'.param ' * len(words)})"},
         )
 
@@ -324,31 +320,6 @@ def prepared_launches(
         mock.patch.object(launch_module, "_launch_kernel", return_value=launched),
     ):
         yield asked
-
-
-def _bound_as_on_a_gpu(
-    backend: Any, function: Any, arguments: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Types and values of a kernel's arguments by name, as Triton binds them."""
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialised, _ = bind(**arguments)
-    fusion = {"enable_fp_fusion": False}
-    _, signature, _, _ = function._pack_args(backend, fusion, bound, specialised, None)
-    return {name: signature[name] for name in bound}, bound
-
-
-def _leaves_of(signature: dict[str, Any], values: dict[str, Any]) -> Iterator[int]:
-    """What is passed when a kernel runs, in order, as words."""
-
-    def leaves(kind: Any, value: Any) -> Iterator[int]:
-        if isinstance(kind, tuple | list):
-            for pair in zip(kind, value, strict=True):
-                yield from leaves(*pair)
-        elif kind != "constexpr":
-            yield value.data_ptr() if isinstance(value, torch.Tensor) else int(value)
-
-    for name, kind in signature.items():
-        yield from leaves(kind, values[name])
 
 
 def _counted_events(work: HostWork) -> Any:

@@ -10,10 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -30,6 +32,36 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int
     maxnreg: int | None = None  # registers of a thread at most
+
+
+class Bound(NamedTuple):
+    """The arguments of a launch as Triton binds them for a GPU."""
+
+    values: dict[str, Any]  # by name, like the types
+    specialised: Any  # what the kernel is compiled for
+    signature: dict[str, Any]
+    constants: Any
+    attributes: Any
+
+    def passed(self) -> Iterator[Any]:
+        """What is passed when the kernel runs, tensors and numbers; the rest are constants."""
+
+        def leaves(kind: Any, value: Any) -> Iterator[Any]:
+            if isinstance(kind, tuple | list):
+                for pair in zip(kind, value, strict=True):
+                    yield from leaves(*pair)
+            elif kind != "constexpr":
+                yield value
+
+        for name, value in self.values.items():
+            yield from leaves(self.signature[name], value)
+
+    def words(self) -> list[int]:
+        """What is passed, of tensors their addresses."""
+        return [
+            leaf.data_ptr() if isinstance(leaf, torch.Tensor) else int(leaf)
+            for leaf in self.passed()
+        ]
 
 
 @dataclass(frozen=True)
@@ -61,15 +93,26 @@ def recorded_launches() -> Iterator[list[Launch]]:
         yield launches
 
 
+@cache
+def _binder(function: Any, arch: int) -> tuple[Any, Any]:
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    return backend, create_function_from_signature(function.signature, function.params, backend)
+
+
+def bound(function: Any, arguments: dict[str, Any], arch: int = 90) -> Bound:
+    """As ``JITFunction.run`` binds ``arguments`` of a kernel for compute capability ``arch``."""
+    backend, bind = _binder(function, arch)
+    values, specialised, _ = bind(**arguments)
+    options = {"enable_fp_fusion": False}
+    _, signature, *rest = function._pack_args(backend, options, values, specialised, None)
+    return Bound(values, specialised, signature, *rest)
+
+
 def compile_launch(launch: Launch, arch: int) -> KernelFacts:
     """Compile for compute capability ``arch`` (90, 100). Raises what the compiler raises."""
     function, target = launch.function, GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialised, _ = bind(**launch.arguments)
-    # the same as ``JITFunction.run`` makes of it
-    _, signature, constants, attributes = function._pack_args(backend, {}, bound, specialised, None)
-    source = ASTSource(function, signature, constants, attributes)
+    made = bound(function, launch.arguments, arch)
+    source = ASTSource(function, made.signature, made.constants, made.attributes)
     options = {"num_warps": launch.num_warps, "maxnreg": launch.maxnreg, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=target, options=options)
     registers, spills, stack = _assemble(compiled.asm["ptx"], arch)

@@ -1,32 +1,22 @@
 """Execute the compiled kernels over many seeds, and see that every seeded mistake is found.
 
     python -m tests.emulated_gpu.kernels.check [--quick] [--first-seed N] [--seeds N]
-        [--scenario NAME] [--no-mistakes] [--earlier FILE ...] [--json FILE] [--verbose]
+        [--scenario NAME] [--no-mistakes] [--json FILE] [--verbose]
 
 Ends in one line. Exits with 1 where a run without mistakes is not right, or a mistake is not found.
-The file is replaced after every seed, so a run that is interrupted leaves what it has found, and
-``--earlier`` goes on from there. Several processes may take a part of the seeds each:
-
-    CHECK="python -m tests.emulated_gpu.kernels.check"
-    $CHECK --seeds 100 --no-mistakes --json first.json &
-    $CHECK --first-seed 100 --seeds 100 --no-mistakes --json second.json
-    $CHECK --earlier first.json second.json --json ptx-check.json
+The file is replaced after every seed, so a run that is interrupted leaves what it has found.
 """
 
 import argparse
 import gc
 import hashlib
-import json
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deploy.environment import ensure_installed, has_program
 
@@ -40,31 +30,11 @@ _TRIES, _QUICK_TRIES = 6, 2  # seeds for a mistake
 class _Played:
     """What came of a scenario without mistakes."""
 
-    seeds: set[int] = field(default_factory=set)
+    seeds: int = 0
     launches: int = 0
     steps: int = 0
     seconds: float = 0.0  # of this process's CPU time
     failures: list[str] = field(default_factory=list)
-
-    def report(self) -> dict[str, Any]:
-        """As the file has it."""
-        return {
-            "seeds": len(self.seeds),
-            "which": _ranges(self.seeds),
-            "launches": self.launches,
-            "steps": self.steps,
-            "seconds": round(self.seconds, 1),
-            "failures": self.failures,
-        }
-
-    def add(self, said: dict[str, Any]) -> None:
-        """What an earlier run reports of the same scenario. ValueError: of a seed twice."""
-        seeds = {n for first, last in said["which"] for n in range(first, last + 1)}
-        if both := self.seeds & seeds:
-            raise ValueError(f"two files have seeds {_ranges(both)}; give one of them")
-        self.seeds |= seeds
-        for name in ("launches", "steps", "seconds", "failures"):
-            setattr(self, name, getattr(self, name) + said[name])
 
 
 @dataclass
@@ -73,7 +43,6 @@ class _Totals:
     races: set[str] = field(default_factory=set)
     played: dict[str, _Played] = field(default_factory=dict)
     mistakes: dict[str, str] = field(default_factory=dict)  # what was reported, "" nothing
-    parts: list[str] = field(default_factory=list)  # commands of earlier runs
 
     @property
     def found(self) -> int:
@@ -82,48 +51,32 @@ class _Totals:
     @property
     def seeds(self) -> int:
         """Of the scenario that has been played least."""
-        return min((len(each.seeds) for each in self.played.values()), default=0)
+        return min((each.seeds for each in self.played.values()), default=0)
 
     @property
     def is_right(self) -> bool:
         failed = any(each.failures for each in self.played.values())
         return not (self.races or failed or self.found < len(self.mistakes))
 
-    def read(self, path: Path) -> None:
-        """Add what an earlier run wrote. ValueError: that was about other kernels."""
-        said = json.loads(path.read_text())
-        if said.get("kernels") != _kernels():
-            raise ValueError(f"{path} is about other kernels than these: run its seeds again")
-        commands = [*said["parts"], said["command"]]
-        self.parts += [each for each in commands if each not in self.parts]
-        self.launches += said["launches"]
-        self.races |= set(said["races"])
-        self.mistakes |= said["mistakes"]
-        for name, each in said["scenarios"].items():
-            self.played.setdefault(name, _Played()).add(each)
-
     def write(self, path: Path | None) -> None:
         """Replace the file, if there is to be one."""
         if path is None:
             return
+        from ultraep_lab.outputs import write_json
         from ultraep_lab.this_machine import describe
 
         report = {
             "command": "python -m tests.emulated_gpu.kernels.check " + " ".join(sys.argv[1:]),
-            "parts": self.parts,
             "machine": describe(),
             "kernels": _kernels(),
             "launches": self.launches,
             "races": sorted(self.races),
-            "scenarios": {name: each.report() for name, each in self.played.items()},
+            "scenarios": {name: asdict(each) for name, each in self.played.items()},
             "mistakes": self.mistakes,
         }
-        half = path.with_suffix(".half")
-        half.write_text(json.dumps(report, indent=1) + "\n")
-        half.replace(path)
+        write_json(path, report)
 
 
-@cache
 def _kernels() -> str:
     """The kernels' sources in one word."""
     import ultraep_kernels
@@ -131,17 +84,6 @@ def _kernels() -> str:
     folder = Path(ultraep_kernels.__file__).parent
     paths = sorted(folder.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
-
-
-def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """First and last of each run of numbers that follow one another."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return found
 
 
 def main() -> int:
@@ -152,10 +94,6 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0, help="and those that follow")
     parser.add_argument("--scenario", action="append", help="only these")
     parser.add_argument("--no-mistakes", action="store_true", help="make none on purpose")
-    parser.add_argument(
-        "--earlier", type=Path, nargs="+", default=[],
-        help="files of runs whose seeds and mistakes count, and are not run again",
-    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     parser.add_argument("--verbose", action="store_true", help="a line for every run")
     arguments = parser.parse_args()
@@ -164,8 +102,6 @@ def main() -> int:
     logging.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads for so little wait for each other
     totals = _Totals()
-    for path in arguments.earlier:
-        totals.read(path)
     _check_scenarios(arguments, totals)
     if not arguments.no_mistakes:
         _check_mistakes(arguments, totals)
@@ -187,9 +123,8 @@ def _check_scenarios(arguments: argparse.Namespace, totals: _Totals) -> None:
     first = arguments.first_seed
     for seed in range(first, first + number):
         for name in names:
-            if seed not in totals.played.setdefault(name, _Played()).seeds:
-                _play_one(name, seed, arguments, totals)
-                totals.write(arguments.json)
+            _play_one(name, seed, arguments, totals)
+            totals.write(arguments.json)
         if seed == first:
             gc.freeze()  # what was compiled and parsed stays
 
@@ -197,11 +132,11 @@ def _check_scenarios(arguments: argparse.Namespace, totals: _Totals) -> None:
 def _play_one(name: str, seed: int, arguments: argparse.Namespace, totals: _Totals) -> None:
     from tests.emulated_gpu.kernels.scenarios import SCENARIOS, play
 
-    scenario, played = SCENARIOS[name], totals.played[name]
+    scenario, played = SCENARIOS[name], totals.played.setdefault(name, _Played())
     started = time.process_time()
     outcome = play(scenario, scenario.options_of(seed))
     seconds = time.process_time() - started
-    played.seeds.add(seed)
+    played.seeds += 1
     played.seconds += seconds
     played.launches += outcome.launches
     played.steps += outcome.steps
@@ -222,8 +157,6 @@ def _check_mistakes(arguments: argparse.Namespace, totals: _Totals) -> None:
 
     for mistake in MISTAKES:
         if arguments.scenario and mistake.scenario not in arguments.scenario:
-            continue
-        if totals.mistakes.get(mistake.name):
             continue
         started = time.perf_counter()
         found = _find(mistake, _QUICK_TRIES if arguments.quick else _TRIES, totals)

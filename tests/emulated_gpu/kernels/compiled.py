@@ -18,11 +18,10 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
 
 from tests.emulated_gpu.kernels.library import private_folder
 from tests.emulated_gpu.kernels.parse import ParsedKernel, parse
-from tests.support.offline import Launch
+from tests.support.offline import Launch, bound
 
 __all__ = ["Change", "Prepared", "Rewrite", "inline_assembly", "prepare", "rewritten"]
 
@@ -60,37 +59,28 @@ class _Compiled:
 
 
 _modules: dict[Any, _Compiled] = {}
-_binders: dict[int, tuple[Any, Any]] = {}  # of functions, by their id
 
 
 def prepare(launch: Launch, change: Change | None = None) -> Prepared:
     """Compile and parse, each once. Raises PtxError for PTX that is not known."""
     function, target = launch.function, GPUTarget("cuda", _ARCH, 32)
-    backend = make_backend(target)
-    if id(function) not in _binders:
-        made = create_function_from_signature(function.signature, function.params, backend)
-        _binders[id(function)] = function, made
-    bound, specialised, _ = _binders[id(function)][1](**launch.arguments)
-    fusion = {"enable_fp_fusion": False}
-    packed = function._pack_args(backend, fusion, bound, specialised, None)
-    _, signature, constants, attributes = packed
-    key = function.cache_key, launch.num_warps, str(signature), str(constants), str(attributes)
+    made = bound(function, launch.arguments, _ARCH)
+    types = made.signature, made.constants, made.attributes
+    key = function.cache_key, launch.num_warps, *map(str, types)
     if key not in _modules:
-        options = {"num_warps": launch.num_warps} | fusion
-        source = ASTSource(function, signature, constants, attributes)
-        with knobs.cache.scope(), mock.patch.object(type(backend), "make_cubin", _no_cubin):
+        options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+        source, backend = ASTSource(function, *types), type(make_backend(target))
+        with knobs.cache.scope(), mock.patch.object(backend, "make_cubin", _no_cubin):
             knobs.cache.dir = str(private_folder() / "triton")  # others need what ptxas makes
-            made = triton.compile(source, target=target, options=options)
-        assembly = _ASSEMBLY.findall(made.asm["ttir"])
-        _modules[key] = _Compiled(made.asm["ptx"], made.metadata.shared, assembly)
+            compiled = triton.compile(source, target=target, options=options)
+        assembly = _ASSEMBLY.findall(compiled.asm["ttir"])
+        _modules[key] = _Compiled(compiled.asm["ptx"], compiled.metadata.shared, assembly)
     module = _modules[key]
     kernel = _parsed(module.ptx)
     if change is not None:
         kernel = change(kernel)
-    leaves = list(_leaves([signature[name] for name in bound], list(bound.values())))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    values = [leaf.data_ptr() if isinstance(leaf, torch.Tensor) else int(leaf) for leaf in leaves]
-    values += [0] * _SCRATCH_POINTERS
+    tensors = [leaf for leaf in made.passed() if isinstance(leaf, torch.Tensor)]
+    values = [*made.words(), *[0] * _SCRATCH_POINTERS]
     if len(values) != len(kernel.parameters):
         raise ValueError(f"{function.__name__} takes {len(kernel.parameters)}, not {len(values)}")
     (grid,) = launch.grid
@@ -131,15 +121,6 @@ def inline_assembly() -> set[str]:
 def _no_cubin(*_: Any) -> bytes:
     """``ptxas`` takes longer than all else, and nothing here runs what it makes."""
     return b""
-
-
-def _leaves(signature: Any, values: Any) -> Iterator[Any]:
-    """What is passed when the kernel runs; the rest are constants."""
-    for kind, value in zip(signature, values, strict=True):
-        if isinstance(kind, tuple | list):
-            yield from _leaves(kind, value)
-        elif kind != "constexpr":
-            yield value
 
 
 @cache

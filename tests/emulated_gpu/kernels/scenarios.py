@@ -95,6 +95,7 @@ _STAYING = (  # copies that are there do, some are wanted beside them, experts c
     Batch("skewed"),
     Batch("skewed", 3),
 )
+_STRANGE = Batch("unknown id"), Batch("padding")
 _RELAYED = (Batch("one expert", runs=False), Batch("one expert", 3))
 _TURNS_OUT = (  # sent beside dispatch, left alone, and expected to be left alone but followed up
     Batch("skewed"),
@@ -203,7 +204,7 @@ SCENARIOS = {
         Scenario(
             "off and on in micro-batches", _two_micro_batches(2, 8), _SWITCHED, least_resident=8
         ),
-        Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
+        Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED, is_quick=True),
         Scenario("micro-batches", _two_micro_batches(4, 8), _BALANCED, least_resident=8),
         Scenario("micro-batches of two", _two_micro_batches(2, 8), _BALANCED, least_resident=8),
         Scenario("micro-batches of eight", _two_micro_batches(8, 16), _BALANCED, least_resident=8),
@@ -232,7 +233,12 @@ SCENARIOS = {
             least_resident=8,
             slot_memory="per_layer",
         ),
-        Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
+        Scenario(
+            "unknown ids",
+            ExpertShape(2, 8, 1),
+            (Batch("unknown id"), Batch("padding")),
+            is_quick=True,
+        ),
         Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True, is_quick=True),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True, is_quick=True),
         Scenario(

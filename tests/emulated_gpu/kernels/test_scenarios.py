@@ -17,7 +17,6 @@ from ultraep_kernels.device.status import new_status
 
 from tests.emulated_gpu.kernels.compiled import Prepared, inline_assembly, prepare
 from tests.emulated_gpu.kernels.machine import Machine, Options
-from tests.emulated_gpu.kernels.mistakes import MISTAKES
 from tests.emulated_gpu.kernels.scenarios import SCENARIOS, play
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import no_ids, plan, require_same_plan
@@ -90,14 +89,6 @@ def test_a_plan_that_finds_its_copies_takes_little_longer(num_ranks: int) -> Non
     (fresh, _), (grown, stayed) = plans
     assert stayed <= 1.4 * fresh
     assert grown <= 4.5 * fresh
-
-
-def test_there_are_enough_mistakes_of_every_kind() -> None:
-    assert len(MISTAKES) >= 20
-    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
-    changed = {mistake.target.operation for mistake in MISTAKES if mistake.target}
-    assert changed == {"barrier", "fence", "fence_alias", "store", "load", "atom", "trap"}
-    assert {mistake.scenario for mistake in MISTAKES} <= set(SCENARIOS)
 
 
 def test_signals_are_tritons_own_where_it_has_them() -> None:
