@@ -81,8 +81,8 @@ class Recorder:
         """Create the ring of the rank at ``location`` in ``run_path``, replacing an older one.
 
         It holds so many records. What it says of its ``server`` are fields of its header:
-        ``num_layers``, ``engine``, ``mode`` and ``timeout_seconds``. Raises RingError when the file
-        cannot be created or has no room.
+        ``num_layers``, ``engine`` and ``mode``. Raises RingError when the file cannot be created or
+        has no room.
         """
         page = ring.header_page(
             shape,

@@ -172,7 +172,6 @@ class BalancedLayers:
             engine=own.engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
-            timeout_seconds=setup.config.timeout_seconds,
         )
         recorder.set_policy(setup.config.policy)  # until a batch says otherwise
         undo.callback(recorder.path.unlink, missing_ok=True)
