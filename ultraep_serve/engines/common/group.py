@@ -17,7 +17,7 @@ from torch import nn
 
 from ultraep_serve.balance.agreement import find_location, require_agreement, unanimous
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
-from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.collectives import gather_bytes
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
@@ -186,7 +186,7 @@ class BalancedLayers:
             backend.connect()
         group = self._setup.engine_group
         if group is not None and self._setup.location.num_domains > 1:  # all have come this far
-            HostAllGather(group.on_host, self._setup.connect_seconds).gather_bytes(b"here")
+            gather_bytes(group.on_host, b"here", self._setup.connect_seconds)
 
     def _watch_others(self, backend: Backend, undo: ExitStack) -> Watch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""

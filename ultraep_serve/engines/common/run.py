@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR
-from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
+from ultraep_serve.balance.collectives import EngineGroup, all_gather_rows
 from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import (
     MORE_SHARED_MEMORY,
@@ -64,8 +64,8 @@ def meet(
             process, problem = 0, str(error)
             if not isinstance(error, UltraEPError):
                 problem = f"cannot make a run directory ({error.strerror}); {MORE_SHARED_MEMORY}"
-    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-    rows = ranks.gather(np.array([process, number], np.int64))
+    own, seconds = np.array([process, number], np.int64), config.timeout_seconds * CONNECT_FACTOR
+    rows = all_gather_rows(group.on_host, own, seconds)
     process, number = rows[location.host.start].tolist()
     if problem:
         raise ConfigError(problem)
