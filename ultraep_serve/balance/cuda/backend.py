@@ -77,8 +77,7 @@ class DeviceBackend(Backend):
                 domain,
                 lambda mine: gather_bytes(group, mine, seconds)[domain.start : domain.stop],
             )
-        path = setup.config.run_path
-        return SocketRendezvous(path, location.rank, domain, setup.connect_seconds)
+        return SocketRendezvous(setup.run_path, location.rank, domain, setup.connect_seconds)
 
     def _warm_up(self, balancer: DeviceBalancer, recorder: Recorder) -> None:
         balancer.warm_up()

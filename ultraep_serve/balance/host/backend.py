@@ -39,7 +39,7 @@ class HostBackend(Backend):
             assert setup.engine_group is not None, "several domains are found through the group"
             group = setup.engine_group.on_host
         self.fabric = HostFabric(
-            run_path=setup.config.run_path,
+            run_path=setup.run_path,
             location=location,
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             pool=self._pool,

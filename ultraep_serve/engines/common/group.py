@@ -123,13 +123,13 @@ class BalancedLayers:
         """
         own, layers = self._own, self._layers
         location = find_location(config, own.rank, layers.shape.num_ranks, own.group)
-        config = meet(config, location, own.group, own.pipeline)
-        self._files = RunFiles(config.run_path)
+        path = meet(config, location, own.group, own.pipeline)
+        self._files = RunFiles(path)
         if own.pipeline.number:
             path = self._files.stage(own.pipeline.number)
             path.mkdir(mode=0o700, exist_ok=True)
-            config = config.replace(run_dir=str(path))
-        setup = GroupSetup(config, layers.shape, layers.view, location, own.group)
+        given = config, layers.shape, layers.view, location, own.group
+        setup = GroupSetup(*given, run_path=path)
         slot_memory = chosen_slot_memory(setup, layers.parameters)
         return replace(setup, config=config.replace(slot_memory=slot_memory))
 
