@@ -119,7 +119,7 @@ class PolicyFunction:
 
 
 def policy_function(name: str) -> PolicyFunction:
-    """Policy by name: one of POLICIES, ``FILE.py:NAME``, or one that a package offers (``own``).
+    """Policy by name: one of POLICIES, or ``FILE.py:NAME``.
 
     ``quota-every-N`` is ``quota`` whose replicas stay for N batches. Raises ConfigError naming the
     valid ones.
@@ -130,11 +130,8 @@ def policy_function(name: str) -> PolicyFunction:
         return _refreshed(int(refreshed[1]))
     if ":" in name:
         return policy_of(own.from_file(name), Path(name).name)
-    found = own.from_package(name)
-    if found is None:
-        known = ", ".join([*POLICIES, "quota-every-N", *own.offered()])
-        raise ConfigError(f"unknown policy {name!r}; choose from {known}, or write FILE.py:NAME")
-    return policy_of(found, name)
+    known = ", ".join([*POLICIES, "quota-every-N"])
+    raise ConfigError(f"unknown policy {name!r}; choose from {known}, or write FILE.py:NAME")
 
 
 def policy_of(function: own.QuotaFunction, name: str) -> PolicyFunction:
