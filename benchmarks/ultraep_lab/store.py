@@ -100,7 +100,7 @@ def opened(path: Path) -> BinaryIO:
 
 DAMAGED = (
     zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError,
-    RuntimeError, SyntaxError, MemoryError, tokenize.TokenError,
+    RuntimeError, SyntaxError, TypeError, ArithmeticError, MemoryError, tokenize.TokenError,
 )  # fmt: skip  # all that zipfile and NumPy raise on damaged files
 
 
