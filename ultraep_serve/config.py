@@ -241,12 +241,6 @@ class BalanceConfig(Settings):
             )
         return config
 
-    @property
-    def run_path(self) -> Path:
-        """``run_dir`` as a path, which is set as soon as ranks know each other."""
-        assert self.run_dir, "ranks have not met"
-        return Path(self.run_dir)
-
 
 def add_file_flag(parser: argparse.ArgumentParser) -> None:
     """The flag of a file that ``given_settings`` reads."""

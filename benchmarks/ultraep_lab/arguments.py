@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from rich.console import Console, RenderableType
 
 from ultraep_lab.outputs import prepare_output, write_json
@@ -40,18 +40,11 @@ class ServerFlags(Settings):
         description="address of its sidecar",
         json_schema_extra={"metavar": "URL"},
     )
-    token: str | None = Field(
+    token_file: Path | None = Field(
         default=None,
-        description="the sidecar's control token (default: $ULTRAEP_CONTROL_TOKEN, or the token of "
-        "the server at --url where that and --sidecar are on this machine)",
+        description="file with the sidecar's control token (default: $ULTRAEP_CONTROL_TOKEN, or "
+        "the token of the server at --url where that and --sidecar are on this machine)",
     )
-    token_file: Path | None = Field(default=None, description="file with that token")
-
-    @model_validator(mode="after")
-    def _one_token(self) -> "ServerFlags":
-        if self.token is not None and self.token_file is not None:
-            raise ValueError("--token and --token-file exclude each other: give one of them")
-        return self
 
 
 def control_token(server: ServerFlags) -> str | None:
@@ -59,13 +52,9 @@ def control_token(server: ServerFlags) -> str | None:
 
     Raises ConfigError when its file cannot be read, or others could have written that directory.
     """
-    if server.token:
-        return checked_token(server.token, "--token")
-    if token := control_token_from_environment():
-        return token
     if path := server.token_file:
         return checked_token(read_text(path, "--token-file"), f"--token-file {path}")
-    return _local_token(server)
+    return control_token_from_environment() or _local_token(server)
 
 
 def _local_token(server: ServerFlags) -> str | None:

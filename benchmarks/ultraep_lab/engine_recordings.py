@@ -127,7 +127,7 @@ def _routing(response: Any, path: Path, num_experts: int | None) -> tuple[Intege
     try:
         saved = base64.b64decode(encoded, validate=True)
         array = read_array(io.BytesIO(saved), "routed_experts", len(saved))
-    except (TraceError, TypeError, *DAMAGED) as error:
+    except (TraceError, *DAMAGED) as error:
         raise TraceError(f"{path}: routed_experts cannot be decoded: {error}") from error
     valid = IDS if num_experts is None else range(-1, num_experts)
     ids = integers(f"{path}: routed_experts", array, (3,), valid)  # (T, layers, K)

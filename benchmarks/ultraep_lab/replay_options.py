@@ -4,7 +4,6 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ultraep_lab.comparators.eplb_slots import HISTORY_BATCHES
 from ultraep_lab.words import words_of
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import parse_speeds
@@ -62,10 +61,10 @@ class ReplayOptions(Settings):
         default=None, ge=1, description="ranks per domain (default: all)"
     )
     history_batches: int = Field(
-        default=HISTORY_BATCHES,
+        default=8,
         validation_alias="history",
         ge=1,
-        description="past batches that eplb, eplb-slots and lplb see",
+        description="past batches that eplb and lplb see",
     )
     rebalance_every: int = Field(
         default=1, ge=1, description="batches between updates of what they see"

@@ -100,14 +100,12 @@ def opened(path: Path) -> BinaryIO:
 
 DAMAGED = (
     zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError,
-    RuntimeError, SyntaxError, MemoryError, tokenize.TokenError,
+    RuntimeError, SyntaxError, TypeError, ArithmeticError, MemoryError, tokenize.TokenError,
 )  # fmt: skip  # all that zipfile and NumPy raise on damaged files
 
 
 def _read_npz(path: Path, max_bytes: int) -> dict[str, NDArray[Any]]:
-    """Those of ``ARRAYS`` that the file has, read-only; never unpickles.
-
-    Sizes are taken from the headers and refused before anything is allocated.
+    """Those of ``ARRAYS`` that the file has; never unpickles.
 
     Raises:
         TraceError: no such file, damaged or truncated, arrays of objects, or together more than
@@ -120,8 +118,9 @@ def _read_npz(path: Path, max_bytes: int) -> dict[str, NDArray[Any]]:
             left = max_bytes
             for name in ARRAYS:
                 if (info := members.get(f"{name}.npy")) is not None:
-                    arrays[name] = _read_member(archive, info, left)
-                    left -= arrays[name].nbytes
+                    with archive.open(info) as stream:
+                        arrays[name] = read_array(stream, info.filename, info.file_size, left)
+                    left -= info.file_size
             return arrays
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
@@ -131,50 +130,22 @@ def _read_npz(path: Path, max_bytes: int) -> dict[str, NDArray[Any]]:
         raise TraceError(f"{path} cannot be read as .npz, or is truncated ({error})") from error
 
 
-def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> NDArray[Any]:
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise TraceError(f"{info.filename} is compressed in a way that NumPy does not write")
-    with archive.open(info) as stream:
-        array = read_array(stream, info.filename, info.file_size, max_bytes)
-        stream.read(1)  # at the end of a member its checksum is compared
-    return array
-
-
 def read_array(
     stream: IO[bytes], name: str, num_bytes: int, max_bytes: int = MAX_BYTES
 ) -> NDArray[Any]:
-    """The array in ``num_bytes`` of ``stream``, as NumPy saves one, read-only; never unpickles.
+    """The array in ``num_bytes`` of ``stream``, as NumPy saves one; never unpickles.
 
     Raises:
-        TraceError: with ``name``, for an array of objects, of another size than it has, or of more
-            than ``max_bytes``, before anything is allocated; or one of ``DAMAGED``.
+        TraceError: with ``name``, for more than ``max_bytes``, before anything is read, or more
+            than an array; or one of ``DAMAGED``.
     """
-    shape, is_fortran, dtype = _read_header(stream)
-    if dtype.hasobject:
-        raise TraceError(f"{name} holds Python objects, must be numbers")
-    needed = dtype.itemsize
-    for size in shape:
-        needed *= size
-    if needed > max_bytes:
+    if num_bytes > max_bytes:
         raise TraceError(
-            f"{name} would take {needed} bytes of the {max_bytes} allowed; "
-            "cut the trace into smaller files"
+            f"{name} has {num_bytes} bytes of the {max_bytes} allowed; cut the trace into smaller "
+            "files"
         )
-    if num_bytes != stream.tell() + needed:
-        raise TraceError(f"{name} is {dtype} {shape}, which is not its size")
-    data = stream.read(needed)
-    if len(data) != needed:
-        raise TraceError(f"{name} is truncated")
-    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
-
-
-def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     npy: Any = np.lib.format  # its functions have no types
-    version = npy.read_magic(stream)
-    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    if version not in readers:
-        raise TraceError(f"array format {version} is not known; write version 1.0 or 2.0")
-    shape, is_fortran, dtype = readers[version](stream)
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise TraceError(f"an array has the impossible shape {shape}")
-    return shape, is_fortran, dtype
+    array: NDArray[Any] = npy.read_array(stream, allow_pickle=False)
+    if stream.read(1):  # which also compares the checksum at the end of a file's member
+        raise TraceError(f"{name} has more than an array of {array.dtype} {array.shape}")
+    return array

@@ -4,11 +4,10 @@ Every layer has popularity weights; a token's experts are drawn from them withou
 skew of the weights is set so that the expected imbalance on contiguous masters, over a given number
 of ranks, is a given one:
 
-zipf       the n-th most popular expert has weight n ** -s, experts in random order (Zipf's law)
-lognormal  weight exp(s * z) with z normal
-switch     two zipf workloads of different experts take turns: the domain of the text changes
-burst      mildly skewed, and every other period sharply so, by other experts each time
-rotate     zipf, and all weights move on by one rank every period: the hot spot travels
+zipf    the n-th most popular expert has weight n ** -s, experts in random order (Zipf's law)
+switch  two zipf workloads of different experts take turns: the domain of the text changes
+burst   mildly skewed, and every other period sharply so, by other experts each time
+rotate  zipf, and all weights move on by one rank every period: the hot spot travels
 
 The probability that a token chooses an expert of weight w is 1 - exp(-w t), with t such that the
 probabilities sum to top-k (exponential clocks; exact for many experts).
@@ -26,11 +25,10 @@ from ultraep_lab.integers import integers
 from ultraep_lab.store import MAX_BYTES
 from ultraep_lab.trace import LoadTrace, Trace
 
-Kind = Literal["zipf", "lognormal", "switch", "burst", "rotate"]
+Kind = Literal["zipf", "switch", "burst", "rotate"]
 KINDS = get_args(Kind)
 Weights = NDArray[np.float64]
 WeightsOf = Callable[[Weights], Weights]  # skews (N,) -> weights (N, E)
-Family = Callable[[np.random.Generator, int], WeightsOf]
 
 SKEWS = np.linspace(0.0, 6.0, 121)
 ORDERS = 32  # random orders tried until one can reach the imbalance
@@ -82,21 +80,19 @@ def popularities(workload: Workload) -> list[Weights]:
     """
     rng, wanted = np.random.default_rng([workload.seed, 1]), workload.imbalance
     if workload.kind == "burst":
-        rest = _layers(_zipf, workload, 1 + (wanted - 1) * BURST_REST, rng)
-        return [p for _ in range(4) for p in (rest, _layers(_zipf, workload, wanted, rng))]
+        rest = _layers(workload, 1 + (wanted - 1) * BURST_REST, rng)
+        return [p for _ in range(4) for p in (rest, _layers(workload, wanted, rng))]
     if workload.kind == "switch":
-        return [_layers(_zipf, workload, wanted, rng) for _ in range(2)]
-    weights = _layers(_lognormal if workload.kind == "lognormal" else _zipf, workload, wanted, rng)
+        return [_layers(workload, wanted, rng) for _ in range(2)]
+    weights = _layers(workload, wanted, rng)
     if workload.kind != "rotate":
         return [weights]
     masters = workload.num_experts // workload.num_ranks
     return [np.roll(weights, step * masters, axis=1) for step in range(workload.num_ranks)]
 
 
-def _layers(family: Family, workload: Workload, wanted: float, rng: np.random.Generator) -> Weights:
-    return np.stack(
-        [_calibrated(family, workload, wanted, rng) for _ in range(workload.num_layers)]
-    )
+def _layers(workload: Workload, wanted: float, rng: np.random.Generator) -> Weights:
+    return np.stack([_calibrated(workload, wanted, rng) for _ in range(workload.num_layers)])
 
 
 def _zipf(rng: np.random.Generator, num_experts: int) -> WeightsOf:
@@ -104,18 +100,11 @@ def _zipf(rng: np.random.Generator, num_experts: int) -> WeightsOf:
     return lambda skews: np.exp(-np.outer(skews, place))
 
 
-def _lognormal(rng: np.random.Generator, num_experts: int) -> WeightsOf:
-    normal = rng.standard_normal(num_experts)
-    return lambda skews: np.exp(np.outer(skews, normal))
-
-
-def _calibrated(
-    family: Family, workload: Workload, wanted: float, rng: np.random.Generator
-) -> Weights:
+def _calibrated(workload: Workload, wanted: float, rng: np.random.Generator) -> Weights:
     """Weights (E,) of the least skew whose expected imbalance is ``wanted``."""
     highest = 1.0
     for _ in range(ORDERS):
-        weights_of = family(rng, workload.num_experts)
+        weights_of = _zipf(rng, workload.num_experts)
         reached = _expected_imbalance(weights_of(SKEWS), workload)
         highest = max(highest, float(reached.max()))
         enough = np.flatnonzero(reached >= wanted - 1e-9)

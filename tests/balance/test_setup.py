@@ -16,7 +16,7 @@ import torch
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import run_ranks
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots
-from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.collectives import all_gather_rows
 from ultraep_serve.balance.host.backend import HostBackend
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
@@ -139,13 +139,12 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     assert joined._setup.location.domain == location.domain
     assert not costs or RunFiles(home).costs() == GIVEN
     assert all((tensor.shape[0], tensor[:2].unique()) == (3, rank + 1) for tensor in layer)
-    wait = HostAllGather(group.on_host, 30.0)
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)  # of ranks 0 and 2
     with ControlPage.open(home) as page:
         for changer in (None, 2, 0):  # the page of the second host does not count
             if rank == changer:
                 page.set_policy(Policy.OFF)
-            wait.gather(np.zeros(1, np.int64))
+            all_gather_rows(group.on_host, np.zeros(1, np.int64), 30.0)
             physical = joined.balancer.route(0, ids, 64)
             joined.balancer.receive()
             if changer == 0 or view is TokenView.SHARED:  # else tokens stay at home where they can
@@ -154,7 +153,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
             if rank % 2:
                 assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
             joined.balancer.computed()
-            wait.gather(np.zeros(1, np.int64))
+            all_gather_rows(group.on_host, np.zeros(1, np.int64), 30.0)
     ring = RingReader(RunFiles(home).ring(rank))
     header = ring.header()
     assert (header.location.host, header.location.domain_size) == (location.host, 2)
@@ -283,7 +282,7 @@ def refuse_alone(rank: int, run_path: Path, stage: str) -> tuple[str, list[str]]
     with pytest.raises(UnsupportedError) as refused:
         BalancedLayers(config, EngineRank("test", rank, engine), layers)
     assert all((tensor == 1 + rank).all() and len(tensor) == 4 for tensor in layer)
-    HostAllGather(engine.on_host, 30.0).gather(np.zeros(1, np.int64))  # both have come so far
+    all_gather_rows(engine.on_host, np.zeros(1, np.int64), 30.0)  # both have come so far
     left = [thread.name for thread in threading.enumerate() if "ultraep" in thread.name]
     left += [line for line in Path("/proc/self/maps").read_text().splitlines() if "ultraep" in line]
     return refused.value.problem, left + [path.name for path in home.iterdir()]

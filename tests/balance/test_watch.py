@@ -35,7 +35,7 @@ def _half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recorder_of(home: Path) -> Recorder:
     shape, location = ExpertShape(2, 8, 1), Location(0, 2, 1, 1)
-    return create(home, 0, shape, location, num_layers=1, timeout_seconds=2.0)
+    return create(home, 0, shape, location, num_layers=1)
 
 
 def unheard(home: Path) -> str:

@@ -48,7 +48,7 @@ def run_path(server: int) -> Path:
     return run_directory._path_of(name_of_run(server, 0))
 
 
-def _meet(rank: int, server: int, config: BalanceConfig) -> BalanceConfig:
+def _meet(rank: int, server: int, config: BalanceConfig) -> Path:
     """As ranks of an engine do; the first one starts the sidecar."""
     if rank == 0:
         directory = RunDirectory.create(name_of_run(server, 0))
@@ -56,22 +56,18 @@ def _meet(rank: int, server: int, config: BalanceConfig) -> BalanceConfig:
         wait_for(RunFiles(run_path(server)).settings)
         directory = RunDirectory.join(name_of_run(server, 0))
     Finalize(None, directory.leave, exitpriority=0)
-    config = config.replace(run_dir=str(directory.path))
     if rank == 0:
         RunFiles(directory.path).write_config(config.to_json())
         assert config.sidecar is not None
-        start_beside_rank(config, config.sidecar)
-    return config
+        start_beside_rank(directory.path, config.sidecar)
+    return directory.path
 
 
 def _rank(rank: int, board: Path, config: BalanceConfig, batches: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    config = _meet(rank, os.getppid(), config)
-    home, timeout = config.run_path, config.timeout_seconds
+    home, timeout = _meet(rank, os.getppid(), config), config.timeout_seconds
     location = Location.on_one_host(rank, NUM_RANKS)
-    recorder = create(
-        home, rank, ExpertShape(NUM_RANKS, 8, 1), location, num_layers=1, timeout_seconds=timeout
-    )
+    recorder = create(home, rank, ExpertShape(NUM_RANKS, 8, 1), location, num_layers=1)
     Finalize(None, recorder.close, exitpriority=1)
     page = ControlPage.create(home, Policy.QUOTA) if rank == 0 else None
     if page is not None:

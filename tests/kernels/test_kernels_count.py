@@ -6,8 +6,7 @@ import torch
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.reroute import reroute
 
-from tests.support.ids import count_reference, edge_ids, plan_of, skewed_ids
-from ultraep_serve.proof.start import reroute_reference
+from tests.support.ids import count_reference, edge_ids, plan_of, reroute_reference, skewed_ids
 from ultraep_serve.types import ExpertShape, Plan
 
 SHAPES = [ExpertShape(2, 8, 2), ExpertShape(4, 28, 1), ExpertShape(8, 56, 2)]  # L = 7 is prime

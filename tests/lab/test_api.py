@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ultraep_lab import api
-from ultraep_lab.comparators import own, policy_function
+from ultraep_lab.comparators import policy_function
 from ultraep_serve.cli import main
 from ultraep_serve.errors import ConfigError
 
@@ -121,7 +121,7 @@ def test_a_right_plan_of_a_user_stands_beside_the_others(tmp_path: Path, capsys:
     [
         ("nowhere.py:place", "no Python file"),
         ("mine.py:other", "no function"),
-        ("best", r"choose from off.*offered.*FILE\.py:NAME"),
+        ("best", r"choose from off.*FILE\.py:NAME"),
     ],
 )
 def test_unknown_policies_are_named(
@@ -129,6 +129,5 @@ def test_unknown_policies_are_named(
 ) -> None:
     write_policy(tmp_path, "return loads")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(own, "offered", lambda: ["offered"])
     with pytest.raises(ConfigError, match=problem):
         policy_function(name)

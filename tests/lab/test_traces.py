@@ -114,7 +114,7 @@ WRAPS = np.array([1 << 62] * 4 + [6])  # their sum is 6 in 64 bits
         ({"loads": np.full((2, 2, 2), -1)}, "0 to 2147483647"),
         ({"loads": np.full((2, 2, 2), 1 << 62)}, "0 to 2147483647"),
         ({"other": IDS}, "not a trace"),
-        ({"topk_ids": np.array([{}], object)}, "Python objects"),
+        ({"topk_ids": np.array([{}], object)}, "Object arrays cannot be loaded"),
     ],
 )
 def test_bad_contents(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
@@ -150,7 +150,7 @@ def test_a_header_that_lies_allocates_nothing(tmp_path: Path, shape: str) -> Non
     member = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"1234"
     with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
         archive.writestr("topk_ids.npy", member)
-    with pytest.raises(TraceError, match=r"bytes|impossible|size"):
+    with pytest.raises(TraceError, match="cannot be read"):
         load_trace(tmp_path / "t.npz")
 
 

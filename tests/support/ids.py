@@ -1,8 +1,12 @@
 """Routing and plans of it, for the tests of kernels."""
 
+from math import gcd
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
+from ultraep_kernels.host.reroute import physical_table
 
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -67,3 +71,27 @@ def random_slots(num_ranks: int, num_slots: int, num_masters: int, seed: int) ->
         held = rng.choice(others[: num_slots + 2], size=num_slots, replace=False)
         slot_expert[rank] = np.where(rng.random(num_slots) < 0.8, held, -1)
     return slot_expert
+
+
+def reroute_reference(
+    topk_ids: torch.Tensor,
+    share: NDArray[np.int32],
+    slot_expert: NDArray[np.int32],
+    num_masters: int,
+) -> torch.Tensor:
+    """As ``reroute`` of kernels, whose list of places is written out here."""
+    physical = physical_table(slot_expert, num_masters)
+    out = torch.full(topk_ids.shape, -1, dtype=torch.int32)
+    flat_ids, flat_out = topk_ids.reshape(-1), out.view(-1)
+    for expert in range(share.shape[0]):
+        positions = torch.nonzero(flat_ids == expert).squeeze(1)
+        places = np.repeat(physical[expert], share[expert])
+        if places.size < positions.numel():
+            raise ValueError("share holds fewer assignments than topk_ids")
+        if positions.numel():
+            stride = max(1, places.size * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
+            while gcd(stride, places.size) != 1:
+                stride += 1
+            order = np.arange(positions.numel()) * stride % places.size
+            flat_out[positions] = torch.from_numpy(places[order])
+    return out

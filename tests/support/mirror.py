@@ -74,7 +74,7 @@ class Mirror:
     def swap(
         self, layout: bytes, shareables: Sequence[Shareable]
     ) -> Generator[tuple[int, Handshake]]:
-        """As ``Rendezvous.swap``."""
+        """As ``SocketRendezvous.swap``."""
         for rank in range(self._num_ranks):
             if rank != self._rank:
                 yield rank, Handshake(layout, [os.dup(int(item)) for item in shareables])

@@ -30,7 +30,6 @@ def create(
         "engine": "vllm",
         "mode": "tensor",
         "slot_bytes": 4096,
-        "timeout_seconds": 30.0,
     }
     place = location or Location.on_one_host(rank, shape.num_ranks)
     return Recorder.create(run_path, place, shape, pipeline, **(settings | changes))
@@ -73,8 +72,7 @@ def planned(batch: int, layer: Any = 0, **changes: Any) -> LayerRecord:
         "own_load": 0,
     } | {name: value for name, value in changes.items() if value is not None}
     fields["policy"] = fields["policy"].code
-    assignments = int(np.sum(fields["load_before"]))
-    return LayerRecord(batch=batch, layer=layer, assignments=assignments, **fields)
+    return LayerRecord(batch=batch, layer=layer, **fields)
 
 
 class KeepsNothing:

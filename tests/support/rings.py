@@ -96,7 +96,6 @@ class SyntheticRun:
                 engine="vllm",
                 mode="data",
                 slot_bytes=slot_bytes,
-                timeout_seconds=60.0,
                 ring_records=ring_records,
             )
             for rank in range(shape.num_ranks)
@@ -146,7 +145,6 @@ class SyntheticRun:
         return [
             LayerRecord(
                 batch=self._batch,
-                assignments=before.sum(),
                 bytes_sent=sent[rank],
                 bytes_received=received[rank],
                 experts_ns=0,

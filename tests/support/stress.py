@@ -24,7 +24,6 @@ from tests.support.hosts import engine_group, host_path
 from tests.support.ring_files import KeepsNothing
 from ultraep_lab.imbalance import imbalance
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
-from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
@@ -219,9 +218,9 @@ class _Runner:
         timeout = batches.config.timeout_seconds
         width = row_width(shape.num_logical_experts, view)
         group = engine_group(run_path, rank, shape.num_ranks)
-        all_gather = HostAllGather(group.on_host, timeout) if location.num_domains > 1 else None
+        all_ranks = group.on_host if location.num_domains > 1 else None
         path = host_path(run_path, location)
-        fabric = _CheckedFabric(path, location, width, pool, max_chunks, timeout, all_gather)
+        fabric = _CheckedFabric(path, location, width, pool, max_chunks, timeout, all_ranks)
         fabric.expect(self._layers, self._weights, self.report)
         self._recorder = _Recorder(self.report, domain_size)
         self._switch = _Switch(batches.config.policy)

@@ -39,7 +39,6 @@ def damage(path: Path, field: str, value: Any) -> None:
         ("num_logical_experts", 0),
         ("state", 9),
         ("policy", 9),
-        ("timeout_seconds", float("nan")),
         ("written", (1 << 64) - 1),
     ],
 )

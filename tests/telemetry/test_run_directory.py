@@ -187,7 +187,7 @@ def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[st
     run, own = divmod(rank, 2)
     group = engine_group(run_path / str(run), own, 2)
     location = find_location(config, own, 2, group)
-    directory = meet(config, location, group).run_path
+    directory = meet(config, location, group)
     (directory / str(own)).touch()
     dist.barrier(group.on_host)  # nobody leaves before all have come
     both = {"0", "1", "config.json"} == {path.name for path in directory.iterdir()}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ultraep_serve import __version__
 from ultraep_serve.balance.backend import CONNECT_FACTOR
-from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
+from ultraep_serve.balance.collectives import EngineGroup, all_gather_rows, gather_bytes
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.topology import Location, host_identity, locate
 from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
@@ -69,8 +69,8 @@ def unanimous(group: EngineGroup | None, config: "BalanceConfig") -> Iterator[No
         own = error
     if group is not None:
         reason = json.dumps([own.problem, own.otherwise] if own else []).encode()
-        ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-        for rank, told in enumerate(map(json.loads, ranks.gather_bytes(reason))):
+        ranks = gather_bytes(group.on_host, reason, config.timeout_seconds * CONNECT_FACTOR)
+        for rank, told in enumerate(map(json.loads, ranks)):
             if told and own is None:
                 own = UnsupportedError(f"rank {rank}: {told[0]}", otherwise=told[1])
     if own is not None:
@@ -85,8 +85,8 @@ def require_agreement(
     ``layers`` has this rank's values of every layer. All ranks of ``group`` call it together.
     Raises PeerTimeoutError when one does not come.
     """
-    ranks = HostAllGather(group, config.timeout_seconds * CONNECT_FACTOR)
-    everywhere = ranks.gather(np.array([layer.digest for layer in layers], dtype=np.int64))
+    own = np.array([layer.digest for layer in layers], dtype=np.int64)
+    everywhere = all_gather_rows(group, own, config.timeout_seconds * CONNECT_FACTOR)
     for layer, of_ranks in zip(layers, everywhere.T, strict=True):
         if (of_ranks != of_ranks[0]).any():
             raise UnsupportedError(
@@ -113,8 +113,9 @@ def find_location(
         "name": os.uname().nodename,
         "settings": config.model_dump(mode="json", exclude=set(_OF_ONE_HOST)),
     }
-    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-    told = [json.loads(each) for each in ranks.gather_bytes(json.dumps(own).encode())]
+    seconds = config.timeout_seconds * CONNECT_FACTOR
+    rows = gather_bytes(group.on_host, json.dumps(own).encode(), seconds)
+    told = list(map(json.loads, rows))
     for other, each in enumerate(told):
         if each["version"] != told[0]["version"]:
             raise ConfigError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -52,6 +53,7 @@ class GroupSetup:
     engine_group: EngineGroup | None = None  # must be given where there are several domains
     relay: str = "auto"  # whether ranks forward widely replicated experts; "always", "never"
     chunk_bytes: int = CHUNK_BYTES
+    run_path: Path = Path()  # where the ranks of this host and pipeline stage meet
 
     # of all ranks (R,), as they are set; None where ranks measure them
     speeds: NDArray[np.int64] | None = field(init=False, compare=False)

@@ -28,38 +28,30 @@ class EngineGroup:
     store: Store | None = None  # shared by the ranks of all pipeline stages
 
 
-class HostAllGather:
-    """Gathers rows in host memory, and waits for them."""
+def all_gather_rows(
+    group: dist.ProcessGroup, row: NDArray[np.int64], seconds: float
+) -> NDArray[np.int64]:
+    """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), in host memory.
 
-    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        self._group = group
-        self._timeout_seconds = timeout_seconds
+    Raises PeerTimeoutError when a rank is gone, or does not answer in ``seconds``.
+    """
+    mine = torch.from_numpy(np.ascontiguousarray(row))
+    rows = mine.new_empty(group.size() * row.size)  # gloo takes no second dimension
+    try:
+        work = _all_gather(rows, mine, group=group, async_op=True)
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise _lost(group, f"within {seconds:g} s", error) from error
+    return rows.view(-1, row.size).numpy()
 
-    def gather(
-        self, row: NDArray[np.int64], timeout_seconds: float | None = None
-    ) -> NDArray[np.int64]:
-        """All ranks' rows (R, W) int64 for this rank's ``row`` (W,).
 
-        Raises PeerTimeoutError when a rank is gone, or does not answer in ``timeout_seconds``;
-        None: those of this object.
-        """
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        mine = torch.from_numpy(np.ascontiguousarray(row))
-        rows = mine.new_empty(self._group.size() * row.size)  # gloo takes no second dimension
-        try:
-            work = _all_gather(rows, mine, group=self._group, async_op=True)
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            raise _lost(self._group, f"within {seconds:g} s", error) from error
-        return rows.view(-1, row.size).numpy()
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """All ranks' ``data`` by rank, of whatever length. Raises as ``gather``."""
-        sizes = self.gather(np.array([len(data)], np.int64))[:, 0].tolist()
-        row = np.zeros(-(-max(sizes) // 8), np.int64)
-        row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = self.gather(row)
-        return [row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+def gather_bytes(group: dist.ProcessGroup, data: bytes, seconds: float) -> list[bytes]:
+    """All ranks' ``data`` by rank, of whatever length. Raises as ``all_gather_rows``."""
+    sizes = all_gather_rows(group, np.array([len(data)], np.int64), seconds)[:, 0].tolist()
+    row = np.zeros(-(-max(sizes) // 8), np.int64)
+    row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = all_gather_rows(group, row, seconds)
+    return [row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 class DeviceAllGather:

@@ -57,7 +57,6 @@ class Records:
         expert_bytes, copies = self._expert_bytes[layers], found.slot_expert >= 0
         columns = LayerRecord(
             batch=batch,
-            assignments=before.sum(axis=1),
             bytes_sent=found.sent * expert_bytes,
             bytes_received=found.is_copied[:, rank].sum(axis=1) * expert_bytes,
             experts_ns=experts_ns,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from ultraep_serve.balance.memory import Allocation, HandleKind, MappedMemory, Shareable, create
 from ultraep_serve.balance.slots import SlotPool
@@ -40,20 +40,6 @@ class Handshake:
     process: int = 0  # its number here; 0 where it cannot be seen
 
 
-class Rendezvous(Protocol):
-    """Finds the other ranks of a domain."""
-
-    kind: HandleKind
-
-    def swap(
-        self, layout: bytes, shareables: Sequence[Shareable]
-    ) -> Generator[tuple[int, Handshake]]:
-        """Yield the rank and handshake of each other rank of the domain as it comes.
-
-        Raises FabricError, PeerTimeoutError when a rank does not come.
-        """
-
-
 @dataclass(frozen=True)
 class Domain:
     """Where the memory of a domain's ranks is mapped here, by rank of the domain."""
@@ -65,7 +51,7 @@ class Domain:
 
 def map_domain(
     pool: SlotPool,
-    rendezvous: Rendezvous,
+    rendezvous: "Rendezvous",
     location: Location,
     signal_bytes: int,
     limits: list[int],
@@ -166,7 +152,11 @@ class SocketRendezvous:
     def swap(
         self, layout: bytes, shareables: Sequence[Shareable]
     ) -> Generator[tuple[int, Handshake]]:
-        """Ranks connect to all lower ones in turn, then let the higher ones come."""
+        """Yield the rank and handshake of each other rank of the domain as it comes.
+
+        Ranks connect to all lower ones in turn, then let the higher ones come. Raises FabricError,
+        PeerTimeoutError when a rank does not come.
+        """
         descriptors = [item for item in shareables if isinstance(item, int)]
         assert len(descriptors) == len(shareables), "fabric handles need no socket"
         deadline = time.monotonic() + self._timeout_seconds
@@ -276,6 +266,7 @@ class GatherRendezvous:
     def swap(
         self, layout: bytes, shareables: Sequence[Shareable]
     ) -> Generator[tuple[int, Handshake]]:
+        """As ``SocketRendezvous.swap``."""
         handles = [item for item in shareables if isinstance(item, bytes)]
         assert len(handles) == len(shareables), "file descriptors mean nothing to other hosts"
         layouts, joined = self._all_gather(layout), self._all_gather(b"".join(handles))
@@ -283,6 +274,9 @@ class GatherRendezvous:
             if rank != self._rank:
                 starts = range(0, len(own), _HANDLE_BYTES)
                 yield rank, Handshake(layout, [own[at : at + _HANDLE_BYTES] for at in starts])
+
+
+Rendezvous: TypeAlias = SocketRendezvous | GatherRendezvous
 
 
 def _new_socket() -> socket.socket:

@@ -200,7 +200,7 @@ class DeviceSamples(Samples):
 
     def _verdicts(self, checked: _Checked) -> torch.Tensor:
         """All ranks' verdicts (R, C + 1) int32: whether each check failed, and a plan was there."""
-        rows = self._exchange(checked.told.view(torch.int32)).view(torch.int64)
+        rows = self._fabric.exchange_all(checked.told.view(torch.int32)).view(torch.int64)
         is_planned = checked.found.is_planned
         failed = {
             VerificationCheck.ASSIGNMENTS: checked.wrong_ids,
@@ -209,16 +209,7 @@ class DeviceSamples(Samples):
             VerificationCheck.ANSWERS: is_planned & checked.wrong_answers,
         }
         verdict = torch.stack([*(failed[check] for check in VerificationCheck), is_planned])
-        return self._exchange(verdict.int())
-
-    def _exchange(self, words: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``words`` (n,) int32, (R, n), in as many exchanges as rows are needed."""
-        width, parts = self._fabric.limits.row_width, []
-        for part in torch.split(words, width):
-            row = torch.zeros(width, dtype=torch.int32, device=self._device)
-            row[: part.numel()] = part
-            parts.append(self._fabric.exchange(row)[:, : part.numel()])
-        return torch.cat(parts, dim=1).contiguous()
+        return self._fabric.exchange_all(verdict.int())
 
     @contextmanager
     def _timed(self, checked: _Checked) -> Iterator[None]:

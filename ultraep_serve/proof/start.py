@@ -12,14 +12,13 @@ is changed are the contents of slots, which no batch relies on.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR, Plan
+from ultraep_kernels.contract import FULL_SPEED, Plan
 from ultraep_kernels.experts import expert_bytes
-from ultraep_kernels.host.reroute import physical_table
+from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.errors import SERVE_UNBALANCED, SelfCheckError
@@ -34,6 +33,7 @@ _LOADS = 32
 _TOKENS = 256  # of a rank
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TEXT_BYTES = 512  # of a reason that all ranks get; a multiple of 8
+_PLANNED = torch.tensor(Decision.PLANNED.value)
 _POISON = 0xA5  # every byte of a slot before something is copied there
 
 
@@ -138,8 +138,13 @@ class _SelfCheck:
                 check_plan(loads, context, plan.slot_expert, plan.quota, shares)
             except ValueError as broken:
                 raise _Wrong(str(broken)) from broken
-            twin = reroute_reference(ids[rank], plan.share, plan.slot_expert, shape.num_masters)
-            _require(torch.equal(physical, twin), "an assignment went to a wrong expert")
+            twin = reroute(ids[rank], plan.share, plan.slot_expert, shape.num_masters)
+            parts = map(torch.from_numpy, (plan.slot_expert, plan.quota, plan.share, counted))
+            is_wrong = self._checks.ids_are_wrong(
+                ids[rank].reshape(-1), physical.reshape(-1), Found(_PLANNED, *parts)
+            )
+            is_same = torch.equal(physical, twin) and not is_wrong
+            _require(is_same, "an assignment went to a wrong expert")
         return f"{_LOADS} loads"
 
     def copies(self, layers: Sequence[int]) -> str:
@@ -179,7 +184,7 @@ class _SelfCheck:
         """Fill slots; what of this rank's has other bytes than its master, at once or later."""
         tensors = self._stages.layers[layer].tensors
         slots, none = torch.from_numpy(slot_expert), torch.zeros((1, 1), dtype=torch.int32)
-        parts = (torch.tensor(Decision.PLANNED.value), slots, none, none, none[0])
+        parts = (_PLANNED, slots, none, none, none[0])
         found = Found(*(part.to(tensors[0].device) for part in parts))
         told = self._stages.gather(self._checks.told(tensors, found).cpu().numpy())
         expected = self._checks.expected(torch.from_numpy(told)).item()
@@ -243,27 +248,3 @@ def _first_and_last(layers: Sequence[LayerSlots]) -> list[int]:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise _Wrong(otherwise)
-
-
-def reroute_reference(
-    topk_ids: torch.Tensor,
-    share: NDArray[np.int32],
-    slot_expert: NDArray[np.int32],
-    num_masters: int,
-) -> torch.Tensor:
-    """As ``reroute`` of kernels, whose list of places is written out here."""
-    physical = physical_table(slot_expert, num_masters)
-    out = torch.full(topk_ids.shape, -1, dtype=torch.int32)
-    flat_ids, flat_out = topk_ids.reshape(-1), out.view(-1)
-    for expert in range(share.shape[0]):
-        positions = torch.nonzero(flat_ids == expert).squeeze(1)
-        places = np.repeat(physical[expert], share[expert])
-        if places.size < positions.numel():
-            raise ValueError("share holds fewer assignments than topk_ids")
-        if positions.numel():
-            stride = max(1, places.size * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
-            while gcd(stride, places.size) != 1:
-                stride += 1
-            order = np.arange(positions.numel()) * stride % places.size
-            flat_out[positions] = torch.from_numpy(places[order])
-    return out

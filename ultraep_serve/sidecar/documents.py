@@ -57,10 +57,9 @@ class PolicyRequest(BaseModel):
 
 
 class PolicyAnswer(Document):
-    """The policy put in force, and how many times one was set."""
+    """The policy put in force."""
 
     policy: Policy
-    sequence: int
 
 
 class RankState(Answer):

@@ -141,7 +141,8 @@ def control_routes(store: RunStore, run_dir: Path) -> APIRouter:
     def set_policy(request: PolicyRequest) -> PolicyAnswer:
         """Change the policy from the next batch on, on all ranks."""
         with one_writer, _page(store, run_dir) as page:
-            return PolicyAnswer(policy=request.policy, sequence=page.set_policy(request.policy))
+            page.set_policy(request.policy)
+        return PolicyAnswer(policy=request.policy)
 
     return router
 

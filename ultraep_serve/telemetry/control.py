@@ -14,16 +14,15 @@ from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 8
+_VERSION = 9
 _PAGE_BYTES = 4096
-_HEAD, _WORDS = struct.Struct("<8sQ"), struct.Struct("<4Q")  # magic and version; the words:
-_SEQUENCE, _POLICY, _DOUBT, _IDEAL = range(4)
+_HEAD, _WORDS = struct.Struct("<8sQ"), struct.Struct("<3Q")  # magic and version; the words:
+_POLICY, _DOUBT, _IDEAL = range(3)
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
 
 
 class ControlPage:
-    """One policy with a sequence number that grows with every change, one doubt, and whether the
-    server was started for policy ideal.
+    """One policy, one doubt, and whether the server was started for policy ideal.
 
     Each is an aligned 64-bit word, read and written in one piece; one writer at a time. What is
     read from a page that somebody has damaged is what it last held when it was whole.
@@ -32,7 +31,7 @@ class ControlPage:
     def __init__(self, file: SharedFile) -> None:
         """Use ``file``. Raises ControlError where it is not a page of this version."""
         self.file = file
-        self._words: Sequence[int] = (0, len(_POLICIES), 0, 0)  # when it was last whole
+        self._words: Sequence[int] = (len(_POLICIES), 0, 0)  # when it was last whole
         head = b""
         with contextlib.suppress(OSError):
             head = file.read(_HEAD.size)
@@ -46,7 +45,7 @@ class ControlPage:
 
         Pipeline stages share a page. Raises ControlError.
         """
-        words = _WORDS.pack(0, policy.code, 0, allow_ideal)
+        words = _WORDS.pack(policy.code, 0, allow_ideal)
         path = RunFiles(run_path).control
         try:
             first = _HEAD.pack(_MAGIC, _VERSION) + words
@@ -91,13 +90,8 @@ class ControlPage:
         """Whether the server was started to be measured with policy ideal."""
         return self._read()[_IDEAL] == 1
 
-    @property
-    def sequence(self) -> int:
-        """How many times the policy was set."""
-        return self._read()[_SEQUENCE]
-
-    def set_policy(self, policy: Policy) -> int:
-        """Put ``policy`` in force, and end a doubt. Return the new sequence number.
+    def set_policy(self, policy: Policy) -> None:
+        """Put ``policy`` in force, and end a doubt.
 
         Raises ControlError, also for policy ideal where the server was not started for it.
         """
@@ -107,27 +101,19 @@ class ControlPage:
                 "with --allow-ideal takes it"
             )
         self._set(_POLICY, policy.code)
-        sequence = self._count_change()
         self._set(_DOUBT, 0)  # last: a change that breaks off leaves the doubt as it was
-        return sequence
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether balancing has switched itself off, and nobody has set a policy since."""
         return self._read()[_DOUBT] != 0
 
-    def switch_off_in_doubt(self) -> int:
-        """Put ``off`` in force because a sample failed. Return as ``set_policy`` does.
+    def switch_off_in_doubt(self) -> None:
+        """Put ``off`` in force because a sample failed. Raises ControlError.
 
         The doubt alone does it, so that no other process can see, or leave, one without the other.
         """
         self._set(_DOUBT, 1)
-        return self._count_change()
-
-    def _count_change(self) -> int:
-        sequence = (self.sequence + 1) % (1 << 64)
-        self._set(_SEQUENCE, sequence)
-        return sequence
 
     def close(self) -> None:
         """Close the page; the file stays."""

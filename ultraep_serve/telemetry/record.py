@@ -40,7 +40,6 @@ class LayerRecord(NamedTuple):
     """
 
     batch: Annotated[Any, "<u8"]
-    assignments: Annotated[Any, "<u8"]
     bytes_sent: Annotated[Any, "<u8"]
     bytes_received: Annotated[Any, "<u8"]
     experts_ns: Annotated[Any, "<u8"]  # that this rank's own experts took; 0: not measured

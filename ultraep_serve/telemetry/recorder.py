@@ -81,8 +81,8 @@ class Recorder:
         """Create the ring of the rank at ``location`` in ``run_path``, replacing an older one.
 
         It holds so many records. What it says of its ``server`` are fields of its header:
-        ``num_layers``, ``engine``, ``mode`` and ``timeout_seconds``. Raises RingError when the file
-        cannot be created or has no room.
+        ``num_layers``, ``engine`` and ``mode``. Raises RingError when the file cannot be created or
+        has no room.
         """
         page = ring.header_page(
             shape,
@@ -240,7 +240,6 @@ class Recorder:
             words[_WORD.layers + decision] += number
         for word in ("replicas", "bytes_sent", "bytes_received"):
             words[getattr(_WORD, word)] += int(stored[word].sum())
-        words[_WORD.copied] += int(np.count_nonzero(stored["is_copied"]))
         for place, time_ns in enumerate(stored["stage_ns"].sum(axis=0).tolist(), _WORD.stage_ns):
             words[place] += time_ns
         words[_WORD.policy] = int(stored["policy"][-1])

@@ -6,7 +6,6 @@ matches, so a half-overwritten record is detected without locks or memory barrie
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import Enum, IntEnum
@@ -19,7 +18,7 @@ from ultraep_serve.system.topology import Location, domains_fit, is_process_aliv
 from ultraep_serve.telemetry.record import padded, record_dtype, stored_types
 from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, Stage, VerificationCheck
 
-RING_VERSION = 12
+RING_VERSION = 13
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
@@ -116,7 +115,6 @@ class RingHeader:
     bytes_sent: _Count
     bytes_received: _Count
     replicas: _Count
-    copied: _Count
     stage_ns: Annotated[tuple[int, ...], "<u8", len(Stage)]
     verified_layers: _ByCheck  # layers of batches that were checked
     verification_failures: _ByCheck
@@ -124,7 +122,6 @@ class RingHeader:
     slot_bytes_reserved: _Count
     pid: _Count
     process_namespace: _Count  # in which pid means that process
-    timeout_seconds: Annotated[float, "<f8"]
     schema_version: _Small
     header_bytes: _Small
     record_bytes: _Small
@@ -226,7 +223,7 @@ def parse_header(page: bytes, name: str) -> RingHeader:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` of a header field as an int, a float, text, or a tuple of ints."""
+    """``value`` of a header field as an int, text, or a tuple of ints."""
     if isinstance(value, bytes):
         return value.decode("ascii", errors="replace")
     return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
@@ -258,6 +255,4 @@ def _damaged(values: Mapping[str, Any]) -> str:
         return "domain_size"
     sizes = ("num_ranks", "num_logical_experts", "num_replica_slots")
     shape = ExpertShape(*(values[name] for name in sizes))
-    if values["record_bytes"] != record_dtype(shape).itemsize:
-        return "record_bytes"
-    return "" if math.isfinite(values["timeout_seconds"]) else "timeout_seconds"
+    return "" if values["record_bytes"] == record_dtype(shape).itemsize else "record_bytes"

@@ -15,16 +15,12 @@ import stat
 import time
 import weakref
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
-from ultraep_serve.errors import ConfigError, NoServerError, RingError, SharedMemoryError
+from ultraep_serve.errors import ConfigError, NoServerError, SharedMemoryError
 from ultraep_serve.system.files import open_own_directory
 from ultraep_serve.system.listeners import listening_processes
 from ultraep_serve.system.topology import process_namespace
-from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.ring import RingHeader
-from ultraep_serve.telemetry.run_files import RunFiles
 
 SHARED_MEMORY = Path("/dev/shm")
 _START = "start one with `ultraep-serve vllm MODEL` (or sglang)"
@@ -120,37 +116,12 @@ def find_run(run_dir: Path | None = None, port: int | None = None) -> Path:
     if not running:
         raise NoServerError(f"no balanced server of this user runs on this machine; {_START}")
     if len(running) > 1:
-        listed = "\n".join(f"  {path}  {_description(path)}" for path in running)
+        listed = "\n".join(f"  {path}" for path in running)
         raise NoServerError(
             f"{len(running)} balanced servers run on this machine; choose one with --run-dir:\n"
             f"{listed}"
         )
     return running[0]
-
-
-def _description(path: Path) -> str:
-    """Engine, ranks, process and start, from the ring of the lowest rank here."""
-    header = _first_header(path)
-    if header is None:
-        return "no rank has joined yet"
-    since = datetime.fromtimestamp(header.started_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
-    ranks = header.shape.num_ranks
-    return (
-        f"{header.engine}, {ranks} ranks, rank {header.rank} is process {header.pid}, since {since}"
-    )
-
-
-def _first_header(path: Path) -> RingHeader | None:
-    headers = []
-    files = RunFiles(path)
-    for number in files.rings():
-        try:
-            reader = RingReader(files.ring(number))
-            headers.append(reader.header())
-            reader.close()
-        except RingError:
-            continue
-    return min(headers, key=lambda header: header.number, default=None)
 
 
 def name_of_run(process: int, number: int) -> str:

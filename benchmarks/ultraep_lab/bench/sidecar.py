@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 
 REMEDIES = {
-    401: "give the control token with --token, --token-file or ULTRAEP_CONTROL_TOKEN",
+    401: "give the control token with --token-file or ULTRAEP_CONTROL_TOKEN",
     403: "start the server with a control token (ULTRAEP_CONTROL_TOKEN) and give the same here",
     404: "give the sidecar's address with --sidecar (the engine's goes to --url)",
     409: "wait until its /readyz answers, and start the server without --policy off",

@@ -4,7 +4,6 @@ import argparse
 import functools
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
@@ -62,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         source = _source(flags.text_file, server.root)
         result = measure_with_progress(server, sidecar, source, options, Progress())
         with understood(sidecar.url):
-            document = prefill_document(result, server, _command(sys.argv))
+            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+            document = prefill_document(result, server, command)
             view = prefill_view(document)
     show(document, view, flags.json_file)
     return 0
@@ -85,14 +85,3 @@ def _demo_text(tokenizer_file: Path) -> PromptSource | None:
         return None
     known = (domain for domain in DOMAINS if domain_words(domain)[0] in words)
     return next((functools.partial(sample_text, domain) for domain in known), None)
-
-
-def _command(words: Sequence[str]) -> str:
-    """The command line to publish beside the figures, without the token."""
-    given = list(words)
-    for i, word in enumerate(given):
-        if word.startswith("--token="):
-            given[i] = "--token=..."
-        elif i > 0 and given[i - 1] == "--token":
-            given[i] = "..."
-    return shlex.join([Path(given[0]).name, *given[1:]])

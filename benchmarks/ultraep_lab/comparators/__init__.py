@@ -1,9 +1,9 @@
 """Policies by name behind one interface, loads and history -> plan, for comparing and replaying.
 
 What a server can run is ``ultraep_serve.types.Policy``; the same names mean the same algorithms.
-``eplb`` differs from ``eplb-slots``, which fills slots only: every expert may move, over all ranks
-even where domains are smaller, since its weights move between batches. It is planned anew before
-every batch; deployments do so every thousand steps or more, so its figures here are optimistic.
+With ``eplb`` every expert may move, over all ranks even where domains are smaller: its weights move
+between batches. It is planned anew before every batch; deployments do so every thousand steps or
+more, so its figures here are optimistic.
 ``ideal`` is the force-balanced routing that balancers are compared with (arXiv 2606.04101):
 assignments dealt to the ranks in turn, without replicas and wherever tokens are; no placement does
 that with the right weights. ``quota-every-N`` is what integrations do that plan every N batches:
@@ -11,8 +11,8 @@ replicas and proportions come from the exact load of one batch, and the batches 
 
 ``staying`` is ``quota`` where slots are each layer's own, as servers on CPUs have them.
 
-``quota``, ``staying``, ``eplb-slots`` and ``ideal`` know how fast ranks are; to the others, as
-published, all ranks are alike.
+``quota``, ``staying`` and ``ideal`` know how fast ranks are; to the others, as published, all ranks
+are alike.
 """
 
 import re
@@ -26,16 +26,15 @@ from ultraep_kernels.contract import Prices
 
 from ultraep_lab.comparators import own
 from ultraep_lab.comparators.eplb import eplb_copies
-from ultraep_lab.comparators.eplb_slots import even_shares, past_copies
 from ultraep_lab.comparators.llep import place_llep
 from ultraep_lab.comparators.lplb import place_lplb
 from ultraep_lab.comparators.placement import (
     Counts,
     Placement,
+    even_shares,
     home_first_shares,
     of_copies,
     of_plan,
-    slots_of,
 )
 from ultraep_lab.integers import Integers, integers
 from ultraep_lab.trace import LOADS
@@ -119,7 +118,7 @@ class PolicyFunction:
 
 
 def policy_function(name: str) -> PolicyFunction:
-    """Policy by name: one of POLICIES, ``FILE.py:NAME``, or one that a package offers (``own``).
+    """Policy by name: one of POLICIES, or ``FILE.py:NAME``.
 
     ``quota-every-N`` is ``quota`` whose replicas stay for N batches. Raises ConfigError naming the
     valid ones.
@@ -130,11 +129,8 @@ def policy_function(name: str) -> PolicyFunction:
         return _refreshed(int(refreshed[1]))
     if ":" in name:
         return policy_of(own.from_file(name), Path(name).name)
-    found = own.from_package(name)
-    if found is None:
-        known = ", ".join([*POLICIES, "quota-every-N", *own.offered()])
-        raise ConfigError(f"unknown policy {name!r}; choose from {known}, or write FILE.py:NAME")
-    return policy_of(found, name)
+    known = ", ".join([*POLICIES, "quota-every-N"])
+    raise ConfigError(f"unknown policy {name!r}; choose from {known}, or write FILE.py:NAME")
 
 
 def policy_of(function: own.QuotaFunction, name: str) -> PolicyFunction:
@@ -193,18 +189,8 @@ def _place_kept(loads: Counts, context: PlanContext, history: Counts) -> Placeme
     return replace(kept, quota=quota)
 
 
-def _place_by_count(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-    by_count = PlanContext.of(context.shape, context.domain_size)
-    return _place_quota(loads, by_count, history)
-
-
 def _place_eplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
     return of_copies(loads, eplb_copies(history, context))
-
-
-def _place_eplb_slots(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-    copies = past_copies(history, context)
-    return of_copies(loads, copies, slots_of(copies, context.shape))
 
 
 def _place_ideal(loads: Counts, context: PlanContext, history: Counts) -> Placement:
@@ -238,11 +224,8 @@ _ALL = (
     PolicyFunction("off", "every expert on its master", _place_off),
     PolicyFunction("quota", "replicas and quotas from this batch's exact load", _place_quota),
     PolicyFunction("staying", _STAYS, _place_staying, begin=_begin_staying),
-    PolicyFunction("quota-by-count", "quota, as if all ranks were equally fast", _place_by_count),
     PolicyFunction("eplb", "all experts placed by past load, even split", _place_eplb, _evenly,
                    uses_history=True),
-    PolicyFunction("eplb-slots", "replicas in slots by past load, even split", _place_eplb_slots,
-                   _evenly, uses_history=True),
     PolicyFunction("lplb", "eplb's placement, split by a linear programme", place_lplb,
                    uses_history=True),
     PolicyFunction("llep", "spill from ranks above a threshold to the least loaded", place_llep,

@@ -1,4 +1,4 @@
-"""Policies of users: functions in a file of theirs, or that an installed package offers.
+"""Policies of users: functions in a file of theirs.
 
 Such a policy is a function of ``loads`` int64 (R, E), a ``PlanContext`` and ``history`` int64
 (N, R, E), the loads of past batches, oldest first. It returns a quota, integers (E, R): how many
@@ -10,9 +10,8 @@ rank, so that it may depend on nothing but its arguments.
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from ultraep_lab.trace import LOADS
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 
-ENTRY_POINTS = "ultraep_serve.policies"  # the group in which packages offer policies
 QuotaFunction = Callable[[Counts, PlanContext, Counts], Any]  # a quota, integers (E, R)
 
 
@@ -41,22 +39,10 @@ def from_file(text: str) -> QuotaFunction:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look there
     spec.loader.exec_module(module)
-    return _checked(getattr(module, name, None), text)
-
-
-def from_package(name: str) -> QuotaFunction | None:
-    """The function that an installed package offers as ``name``; None where none does.
-
-    Raises ConfigError where it is no function.
-    """
-    for point in entry_points(group=ENTRY_POINTS, name=name):
-        return _checked(point.load(), f"{name} of {point.value}")
-    return None
-
-
-def offered() -> list[str]:
-    """Names of the policies that installed packages offer."""
-    return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"policy {text!r} is no function of loads, context and history")
+    return cast(QuotaFunction, found)
 
 
 def place_by(function: QuotaFunction) -> Callable[[Counts, PlanContext, Counts], Placement]:
@@ -78,9 +64,3 @@ def place_by(function: QuotaFunction) -> Callable[[Counts, PlanContext, Counts],
         return of_quota(quota, context.shape)
 
     return place
-
-
-def _checked(found: object, text: str) -> QuotaFunction:
-    if not callable(found):
-        raise ConfigError(f"policy {text!r} is no function of loads, context and history")
-    return found

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
-from ultraep_lab.comparators.eplb_slots import even_shares
 from ultraep_serve.plan.checks import copies_of, master_copies
 from ultraep_serve.types import ExpertShape, IntArray, Plan
 
@@ -46,9 +45,9 @@ def of_quota(quota: Counts, shape: ExpertShape) -> Placement:
     return Placement(quota.astype(np.int32), copies, slots_of(copies, shape))
 
 
-def of_copies(loads: Counts, copies: IntArray, slot_expert: IntArray | None = None) -> Placement:
+def of_copies(loads: Counts, copies: IntArray) -> Placement:
     """``loads`` (R, E) split evenly among ``copies`` (E, R)."""
-    return Placement(even_shares(loads, copies).sum(0, dtype=np.int32), copies, slot_expert)
+    return Placement(even_shares(loads, copies).sum(0, dtype=np.int32), copies)
 
 
 def slots_of(copies: IntArray, shape: ExpertShape) -> IntArray:
@@ -63,6 +62,39 @@ def slots_of(copies: IntArray, shape: ExpertShape) -> IntArray:
         experts = np.flatnonzero(replicas[:, rank])
         slot_expert[rank, : experts.size] = experts
     return slot_expert
+
+
+@compiled
+def even_shares(loads: Counts, copies: IntArray) -> IntArray:
+    """Deal each expert's assignments to its copies in turn, whatever rank they come from.
+
+    Dealing goes on where the expert before stopped, so that rounding does not favour any rank.
+
+    Args:
+        loads: int64 (R, E), row r is what rank r's own tokens chose.
+        copies: int32 (E, R), how many copies of expert e rank r holds.
+
+    Returns:
+        int32 (R_source, E, R_target).
+    """
+    num_ranks, num_experts = loads.shape
+    shares = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
+    holders = np.zeros(copies.sum(), np.int64)  # of one expert's copies
+    position = 0
+    for expert in range(num_experts):
+        count = 0
+        for rank in range(num_ranks):
+            for _ in range(copies[expert, rank]):
+                holders[count] = rank
+                count += 1
+        for source in range(num_ranks):
+            load = loads[source, expert]
+            for copy in range(count):
+                shares[source, expert, holders[copy]] += load // count
+            for extra in range(load % count):
+                shares[source, expert, holders[(position + extra) % count]] += 1
+            position = (position + load) % (1 << 30)
+    return shares
 
 
 @compiled

@@ -13,7 +13,7 @@ from ultraep_kernels.device.relays import has_relays
 from ultraep_kernels.device.stream import Programs
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
-from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
+from ultraep_serve.balance.collectives import DeviceAllGather, gather_bytes
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
@@ -71,14 +71,13 @@ class DeviceBackend(Backend):
         domain = location.domain
         if location.spans_hosts:
             assert setup.engine_group is not None, "hosts are found through the group"
-            ranks = HostAllGather(setup.engine_group.on_host, setup.connect_seconds)
+            group, seconds = setup.engine_group.on_host, setup.connect_seconds
             return GatherRendezvous(
                 location.rank,
                 domain,
-                lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop],
+                lambda mine: gather_bytes(group, mine, seconds)[domain.start : domain.stop],
             )
-        path = setup.config.run_path
-        return SocketRendezvous(path, location.rank, domain, setup.connect_seconds)
+        return SocketRendezvous(setup.run_path, location.rank, domain, setup.connect_seconds)
 
     def _warm_up(self, balancer: DeviceBalancer, recorder: Recorder) -> None:
         balancer.warm_up()

@@ -125,18 +125,22 @@ class DeviceFabric:
             self.gather(row, rows)
         return rows
 
+    def exchange_all(self, words: torch.Tensor) -> torch.Tensor:
+        """All ranks' ``words`` (n,) int32, (R, n), in as many exchanges as rows are needed."""
+        width = self.limits.row_width
+        padded = torch.nn.functional.pad(words, (0, -words.numel() % width)).view(-1, width)
+        rows = torch.cat(list(map(self.exchange, padded)), dim=1)
+        return rows[:, : words.numel()].contiguous()
+
     def gathered(self, values: NDArray[Number]) -> NDArray[Number]:
         """All ranks' ``values`` (n,) of 8 bytes each, (R, n), for which the host waits.
 
         Raises PeerTimeoutError.
         """
-        words, width = values.view(np.int32), self.limits.row_width
-        padded = np.zeros(-(-words.size // width) * width, np.int32)
-        padded[: words.size] = words
-        pieces = torch.from_numpy(padded).to(self.status.device).view(-1, width)
-        rows = torch.cat([self.exchange(piece) for piece in pieces], dim=1).cpu()
+        words = torch.from_numpy(values.view(np.int32)).to(self.status.device)
+        rows = self.exchange_all(words).cpu()
         self.require_peers()
-        return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(values.dtype)
+        return rows.numpy().view(values.dtype)
 
     def stream(
         self,

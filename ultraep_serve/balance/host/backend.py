@@ -11,7 +11,6 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
-from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
@@ -35,20 +34,18 @@ class HostBackend(Backend):
         super().__init__(setup, SlotPool(HostMemory(), slots, setup.chunk_bytes, per_layer))
 
     def connect(self) -> None:
-        setup, location = self.setup, self.setup.location
-        seconds = setup.config.timeout_seconds
-        all_gather = None
+        setup, location, group = self.setup, self.setup.location, None
         if location.num_domains > 1:
             assert setup.engine_group is not None, "several domains are found through the group"
-            all_gather = HostAllGather(setup.engine_group.on_host, seconds)
+            group = setup.engine_group.on_host
         self.fabric = HostFabric(
-            run_path=setup.config.run_path,
+            run_path=setup.run_path,
             location=location,
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             pool=self._pool,
             max_chunks=max(layer.chunks.shape[0] for layer in self.layers),
-            timeout_seconds=seconds,
-            all_gather=all_gather,
+            timeout_seconds=setup.config.timeout_seconds,
+            group=group,
         )
         self._undo.callback(self.fabric.close)
         self.fabric.wait_at_least(setup.connect_seconds)

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
 from ultraep_kernels.host.stream import Reach, stream_chunks
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
-from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.collectives import all_gather_rows
 from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain, of_group
 from ultraep_serve.balance.slots import SlotPool
 from ultraep_serve.balance.watch import WATCH_SECONDS
@@ -44,17 +45,17 @@ class HostFabric:
         pool: SlotPool,
         max_chunks: int,
         timeout_seconds: float,
-        all_gather: HostAllGather | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Find the domain's other ranks in ``run_path``; returns when all have arrived.
 
         ``row_width`` int64 per exchanged row; ``max_chunks`` chunks of the largest expert.
-        ``all_gather`` gathers the rows of all domains where there are several.
+        ``group`` of all ranks, which gathers the rows of all domains where there are several.
         Raises PeerTimeoutError when a rank does not come, FabricError when it differs.
         """
         self.rank, self.num_ranks = location.rank, location.num_ranks
         self.domain = location.domain
-        self._all_gather_rows = all_gather
+        self._group = group
         self.epoch = 0
         self._timeout_seconds = self._patience_seconds = timeout_seconds
         self.row_width = row_width
@@ -94,10 +95,10 @@ class HostFabric:
         epoch before.
         """
         rows = self._exchange_inside(row)
-        if self._all_gather_rows is None:
+        if self._group is None:
             return rows
         # Where a host is lost, the watch speaks first: it knows which one.
-        return self._all_gather_rows.gather(row, self._patience_seconds + WATCH_SECONDS)
+        return all_gather_rows(self._group, row, self._patience_seconds + WATCH_SECONDS)
 
     def gathered(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' ``values`` (n,), (R, n), in as many exchanges as rows are needed."""

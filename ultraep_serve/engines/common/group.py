@@ -17,7 +17,7 @@ from torch import nn
 
 from ultraep_serve.balance.agreement import find_location, require_agreement, unanimous
 from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
-from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.collectives import gather_bytes
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
@@ -123,13 +123,13 @@ class BalancedLayers:
         """
         own, layers = self._own, self._layers
         location = find_location(config, own.rank, layers.shape.num_ranks, own.group)
-        config = meet(config, location, own.group, own.pipeline)
-        self._files = RunFiles(config.run_path)
+        path = meet(config, location, own.group, own.pipeline)
+        self._files = RunFiles(path)
         if own.pipeline.number:
             path = self._files.stage(own.pipeline.number)
             path.mkdir(mode=0o700, exist_ok=True)
-            config = config.replace(run_dir=str(path))
-        setup = GroupSetup(config, layers.shape, layers.view, location, own.group)
+        given = config, layers.shape, layers.view, location, own.group
+        setup = GroupSetup(*given, run_path=path)
         slot_memory = chosen_slot_memory(setup, layers.parameters)
         return replace(setup, config=config.replace(slot_memory=slot_memory))
 
@@ -172,7 +172,6 @@ class BalancedLayers:
             engine=own.engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
-            timeout_seconds=setup.config.timeout_seconds,
         )
         recorder.set_policy(setup.config.policy)  # until a batch says otherwise
         undo.callback(recorder.path.unlink, missing_ok=True)
@@ -187,7 +186,7 @@ class BalancedLayers:
             backend.connect()
         group = self._setup.engine_group
         if group is not None and self._setup.location.num_domains > 1:  # all have come this far
-            HostAllGather(group.on_host, self._setup.connect_seconds).gather_bytes(b"here")
+            gather_bytes(group.on_host, b"here", self._setup.connect_seconds)
 
     def _watch_others(self, backend: Backend, undo: ExitStack) -> Watch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""

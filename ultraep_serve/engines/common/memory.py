@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.collectives import all_gather_rows
 from ultraep_serve.config import MOST_RANKS_ON_GPUS, MOST_SLOT_PERCENT
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.errors import ConfigError
@@ -69,5 +69,4 @@ def _least(setup: GroupSetup, own: int) -> int:
     """The least of all ranks' numbers; all of them together."""
     if (group := setup.engine_group) is None:
         return own
-    ranks = HostAllGather(group.on_host, setup.connect_seconds)
-    return int(ranks.gather(np.array([own])).min())
+    return int(all_gather_rows(group.on_host, np.array([own]), setup.connect_seconds).min())

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR
-from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
+from ultraep_serve.balance.collectives import EngineGroup, all_gather_rows
 from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import (
     MORE_SHARED_MEMORY,
@@ -40,15 +40,15 @@ def meet(
     location: Location,
     group: EngineGroup | None,
     pipeline: PipelineStage = ONLY_STAGE,
-) -> BalanceConfig:
-    """Return ``config`` with a run directory for all ranks of this host; all ranks together.
+) -> Path:
+    """The run directory of all ranks of this host; all ranks together.
 
     Each host's primary rank makes one, which is gone with the host's last rank;
     of several pipeline stages, whichever comes first, for all of them.
     Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
     """
     if config.run_dir:
-        return config
+        return Path(config.run_dir)
     assert group is not None, "ranks without a group are given a run directory"
     process, number = first_process(), secrets.randbits(62)
     is_shared = pipeline.num_stages > 1
@@ -64,8 +64,8 @@ def meet(
             process, problem = 0, str(error)
             if not isinstance(error, UltraEPError):
                 problem = f"cannot make a run directory ({error.strerror}); {MORE_SHARED_MEMORY}"
-    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-    rows = ranks.gather(np.array([process, number], np.int64))
+    own, seconds = np.array([process, number], np.int64), config.timeout_seconds * CONNECT_FACTOR
+    rows = all_gather_rows(group.on_host, own, seconds)
     process, number = rows[location.host.start].tolist()
     if problem:
         raise ConfigError(problem)
@@ -75,7 +75,7 @@ def meet(
     if directory is None:
         directory = RunDirectory.join(name_of_run(process, number))
         _leave_at_exit(directory)
-    return config.replace(run_dir=str(directory.path))
+    return directory.path
 
 
 def refuse_or_serve_plainly(
@@ -115,10 +115,9 @@ def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = Fal
         return directory
     _made.append(directory)
     _leave_at_exit(directory)
-    config = config.replace(run_dir=str(directory.path))
     RunFiles(directory.path).write_config(config.to_json())
     if config.sidecar is not None:
-        start_beside_rank(config, config.sidecar)
+        start_beside_rank(directory.path, config.sidecar)
     return directory
 
 
@@ -127,8 +126,8 @@ def _leave_at_exit(directory: RunDirectory) -> None:
     Finalize(None, directory.leave, exitpriority=0)
 
 
-def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
-    """Start the sidecar of ``config``'s run directory, which ends with this rank.
+def start_beside_rank(run_path: Path, settings: SidecarSettings) -> None:
+    """Start the sidecar of a run directory, which ends with this rank.
 
     Raises ConfigError where it cannot listen, or where its packages are not installed.
     """
@@ -142,7 +141,7 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
             f"the sidecar cannot listen on {address_of(settings.host, port)} ({reason}); choose "
             'another with "sidecar": {"port": N}'
         )
-    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_path)]
     command += ["--host", settings.host, "--port", str(port), "--parent", str(os.getpid())]
     command += ["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else []
     subprocess.run(command, stdin=subprocess.DEVNULL, check=True)

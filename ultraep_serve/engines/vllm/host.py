@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.collectives import all_gather_rows
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
@@ -52,8 +52,8 @@ def put_in_kernels(layers: Sequence[RoutedExperts], seconds: float) -> None:
         # A process that has not asked for AMX is ended when a kernel uses it. vLLM leaves that to
         # layers that run before its experts, but costs are measured before those run.
         torch.cpu._init_amx()
-    ranks = HostAllGather(get_ep_group().cpu_group, seconds)
-    usable = ranks.gather(np.array([has_products(layer) for layer in layers], np.int64))
+    own = np.array([has_products(layer) for layer in layers], np.int64)
+    usable = all_gather_rows(get_ep_group().cpu_group, own, seconds)
     products = set(itertools.compress(layers, usable.min(axis=0).tolist()))
     for layer in layers:
         stage = HostStage(layer.moe_config)
