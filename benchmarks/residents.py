@@ -148,8 +148,8 @@ def main() -> None:
             named = {"model": model, "weights": weights, "ranks": group[0], "hardware": group[1]}
             named |= {"gathered": is_gathered}
             served = Served(model, *group, is_gathered)
-            tokens = {"tokens": pays_from(served, totals), "smallest": smallest_batch(served)}
-            pays.append(named | tokens)
+            least = {"tokens": pays_from(served, totals), "smallest": smallest_batch(served)}
+            pays.append(named | least)
             print(json.dumps(pays[-1]), flush=True)
             for tokens in TOKENS:
                 served = Served(model, *group, is_gathered, tokens)
@@ -184,7 +184,8 @@ class Drawn:
         of_all = self.assignments * num_ranks
         numbers = range(SKIPPED - WINDOW, SKIPPED)
         shares = (changed(self.share, self.traffic, number, self.random) for number in numbers)
-        return np.sum([self.random.multinomial(of_all, share) for share in shares], axis=0)
+        drawn: Loads = np.sum([self.random.multinomial(of_all, share) for share in shares], axis=0)
+        return drawn
 
 
 def cases(
