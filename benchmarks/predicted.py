@@ -16,6 +16,7 @@ Times are those of a MoE layer as the cost model has them for the hardware, at t
 ``quota`` and ``staying`` move weights only where that pays.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ RANKS, POLICIES = 8, ("off", "staying", "quota", "llep", "eplb", "lplb")
 HISTORY_ONLY, MEASURED = 1000, 50  # batches
 DEPLOYED = {"history_batches": 1000, "rebalance_every": 3000}  # as vLLM's defaults
 NUM_EXPERTS, TOP_K, SLOTS = 64, 6, 2
-TRAFFIC = {
+TRAFFIC: dict[str, Callable[[int], str]] = {
     "stationary": lambda batch: "law",
     "in turn": lambda batch: ("law", "intent")[batch // 5 % 2],
     "a change": lambda batch: "law" if batch < HISTORY_ONLY else "intent",
@@ -93,7 +94,7 @@ def draw(sequences: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.i
     return loads
 
 
-def measured(trace: LoadTrace, policy: str, **history: int) -> dict[str, Any]:
+def measured(trace: LoadTrace, policy: str, **history: Any) -> dict[str, Any]:
     """Mean imbalance and time of a layer, after ``HISTORY_ONLY`` batches."""
     options = ReplayOptions(num_ranks=RANKS, num_slots=SLOTS, skip=HISTORY_ONLY, **history)
     costs = estimated_costs(MODELS[MODEL], HARDWARE[GPU], WEIGHTS, RANKS)

@@ -18,7 +18,8 @@ Of 32 batches the first eight are not measured. Times are sums over layers, batc
 
 ``staying`` is the server's planner with all its state, and pays for each copy in the batch that
 makes it. ``afresh`` copies anew in every batch, where that pays, as slots that all layers share
-make it. ``eplb`` and ``lplb`` place experts anew before every batch by the eight before it;
+make it. A plan that makes copies beside those that stay is charged by how much longer it is.
+``eplb`` and ``lplb`` place experts anew before every batch by the eight before it;
 ``eplb-deployed`` and ``lplb-deployed`` once, by the 1,000 batches before the first measured one, as
 where vLLM's window of 1,000 steps has been rearranged within the last 3,000. All of them hold as
 many replicas, anywhere in the group, and move them at no cost. They are measured in batches of
@@ -67,6 +68,9 @@ TRAFFIC = ("the same", "jitter 0.5", "two kinds, blocks of 8", "a change")
 TOKENS = (256, 1024, 8192)  # of each rank
 COMPARED = ((8, "h200", 8192), (64, "gb200", 8192))  # where the others place experts too
 SIZES = tuple(1 << power for power in range(3, 15))  # where pays_from is looked for
+# Of a plan that looks for copies beside those that stay: instructions of its longest warp by those
+# of a fresh plan (docs/dev/ptx.md), by ranks at most.
+LOOKING = ((8, 1.6), (16, 1.6), (64, 3.9))
 BATCHES, SKIPPED, HISTORY, SLOTS, WINDOW = 32, 8, 8, 2, 1000
 PER_LAYER, SHARED = "staying", "afresh"
 Loads = NDArray[np.int64]
@@ -146,8 +150,8 @@ def main() -> None:
             named = {"model": model, "weights": weights, "ranks": group[0], "hardware": group[1]}
             named |= {"gathered": is_gathered}
             served = Served(model, *group, is_gathered)
-            tokens = {"tokens": pays_from(served, totals), "smallest": smallest_batch(served)}
-            pays.append(named | tokens)
+            least = {"tokens": pays_from(served, totals), "smallest": smallest_batch(served)}
+            pays.append(named | least)
             print(json.dumps(pays[-1]), flush=True)
             for tokens in TOKENS:
                 served = Served(model, *group, is_gathered, tokens)
@@ -182,7 +186,8 @@ class Drawn:
         of_all = self.assignments * num_ranks
         numbers = range(SKIPPED - WINDOW, SKIPPED)
         shares = (changed(self.share, self.traffic, number, self.random) for number in numbers)
-        return np.sum([self.random.multinomial(of_all, share) for share in shares], axis=0)
+        drawn: Loads = np.sum([self.random.multinomial(of_all, share) for share in shares], axis=0)
+        return drawn
 
 
 def cases(
@@ -223,9 +228,12 @@ def measure(served: Served, loads: Loads, found: Found, past: Drawn | None = Non
         found.seconds[name] += costs.base_seconds + work + extra
         found.imbalance[name].append(busiest * num_ranks / int(batch.sum()))
 
+    looking = next(times for most, times in LOOKING if num_ranks <= most)
+
     def by_plan(name: str, plan: Plan, must: bool) -> None:
         transfer = transfer_of(plan.copied, masters)
-        extra = costs.plan_seconds + transfer.busiest_link * costs.seconds_per_sent_expert
+        plans = looking if name == PER_LAYER and transfer.busiest_link else 1
+        extra = plans * costs.plan_seconds + transfer.busiest_link * costs.seconds_per_sent_expert
         busiest = int(plan.quota.sum(0).max())
         gained = (home - busiest) * costs.seconds_per_assignment - extra
         is_followed = must or gained > 0

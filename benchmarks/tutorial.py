@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import harness
 
@@ -102,7 +103,7 @@ def wait_for(is_ready: Callable[[], bool]) -> None:
         time.sleep(1)
 
 
-PIPED = {"stdout": subprocess.PIPE, "text": True}
+PIPED: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
 
 
 def printed(line: str) -> str:

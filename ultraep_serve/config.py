@@ -24,9 +24,7 @@ from ultraep_serve.types import Policy, parse_speeds
 # server + rank, SGLang: server + 1, + 13, + 233 and after); servers side by side often lie hundreds
 # apart.
 SIDECAR_DISTANCE = 700
-# For slots of each layer's own where nobody chose them: of a rank's memory; and ranks on GPUs,
-# where one warp looks for copies beside those that stay.
-MOST_SLOT_PERCENT, MOST_RANKS_ON_GPUS = 6, 16
+MOST_SLOT_PERCENT = 6  # of a rank's memory, for slots of each layer's own where nobody chose them
 LEAST_BATCH_TOKENS = 256  # of the smallest batch where nobody chose it
 _VLLM_PORT = 8000
 _LAST_PORT = 65535
@@ -150,8 +148,7 @@ class BalanceConfig(Settings):
         default="auto",
         description="per_layer: each layer has slots of its own, where copies stay and later "
         "batches are spared them; shared: all layers have the same; auto: per_layer where that "
-        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory, on GPUs up to "
-        f"{MOST_RANKS_ON_GPUS} ranks",
+        f"takes at most {MOST_SLOT_PERCENT} percent of each rank's memory",
     )
     domain_size: int = Field(
         default=0,

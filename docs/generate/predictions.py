@@ -7,7 +7,6 @@ from docs.generate.figures import read_document, read_rows
 from docs.generate.reference import table
 
 __all__ = [
-    "DEFAULT",
     "GROUPS",
     "MODELS",
     "commit",
@@ -32,9 +31,9 @@ GROUPS = {  # ranks, hardware, whether all ranks gather all tokens
     (64, "h200", False): "64 H200, DeepEP",
     (64, "gb200", False): "64 of a GB200 rack, DeepEP",
 }
-DEFAULT = {8: "staying", 16: "staying", 64: "afresh"}  # memory of slots on so many GPUs
 _SIZES = (256, 1024, 8192)  # tokens of each rank
-_MEMORIES = ("staying", "afresh")
+_DEFAULT = "staying"  # memory of slots, of these models
+_MEMORIES = (_DEFAULT, "afresh")
 _TRAFFIC = {
     "the same": "steady",
     "jitter 0.5": "jitter",
@@ -220,16 +219,15 @@ def gains() -> list[tuple[str, ...]]:
     ):
         found = [_row(model, group, tokens) for tokens in (1024, 8192)]
         weights, of = MODELS[model]
-        name = DEFAULT[group[0]]
         fast = [row["times_as_fast"] for row in found]
-        after = max(row["imbalance"][name] for row in found[1:])
+        after = max(row["imbalance"][_DEFAULT] for row in found[1:])
         rows.append(
             (
                 f"{model}, {weights}, {GROUPS[group]}, {found[0]['layers']} of {of} "
                 "layers, predicted",
                 f"{spread(found[1]['before'], 2)} → {after:.2f}",
-                _listed(f"{each[name]:.2f}" for each in fast),
-                _listed(f"{100 * each[name] / each['ideal']:.0f}" for each in fast) + " %",
+                _listed(f"{each[_DEFAULT]:.2f}" for each in fast),
+                _listed(f"{100 * each[_DEFAULT] / each['ideal']:.0f}" for each in fast) + " %",
                 commit(read_document("residents")),
             )
         )

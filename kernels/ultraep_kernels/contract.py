@@ -130,9 +130,9 @@ MIN_FAN_OUT_SAVED = 2  # where nothing is known of what a hop costs
 # What new copies are weighed by, where residents stay in a layer's slots.
 AVERAGE_SHIFT = 3  # of a layer's average load: a batch counts for an eighth
 TURN = 5  # of so many batches of a layer, one tries copies for those to come
-SPLIT_SWEEPS = 16  # of the split, at most; most loads are at the goal after a few
-STEP_SWEEPS = 2  # after each new copy
-PROGRESS_SHIFT = 11  # a sweep that gains less than the goal shifted by this is the last
+SPLIT_SWEEPS = 32  # of the split, at most; most loads are at the goal after a few
+STEP_SWEEPS = 4  # after each new copy
+PROGRESS_SHIFT = 12  # a sweep that gains less than the goal shifted by this is the last
 MOST_NEW_COPIES = 6  # that are tried in a batch, one after the other
 # batches that a placement is meant for: where this batch wants copies, and in the layer's turn
 SOON_BATCHES, LATER_BATCHES = 4, 8

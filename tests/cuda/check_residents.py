@@ -114,7 +114,7 @@ def drifting(shape: ExpertShape, number: int, seed: int = 1) -> np.ndarray:
 CASES = [
     (ExpertShape(2, 8, 2), FREE, None, None),
     (ExpertShape(4, 16, 2), IntegerCosts(1000, 5000, 40_000, 0, 0, 0), None, None),
-    (ExpertShape(4, 16, 3), IntegerCosts(1000, 0, 300_000, 0, 0, 0), None, (1024, 500, 900, 1)),
+    (ExpertShape(4, 16, 3), IntegerCosts(1000, 0, 3_000_000, 0, 0, 0), None, (1024, 500, 900, 1)),
     (ExpertShape(6, 18, 2), IntegerCosts(1000, 0, 20_000, 0, 0, 0), 4, None),  # the last is smaller
     (ExpertShape(4, 8, 1), IntegerCosts(1000, 9000, 90_000, 0, 0, 0), 2, (700, 700, 350, 600)),
     *([] if INTERPRETED else [(ExpertShape(72, 288, 2), FREE, None, None)]),

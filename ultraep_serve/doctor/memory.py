@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from ultraep_serve.config import MOST_RANKS_ON_GPUS, MOST_SLOT_PERCENT
+from ultraep_serve.config import MOST_SLOT_PERCENT
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.doctor.gpus import least_gpu_memory
 from ultraep_serve.errors import MORE_SHARED_MEMORY, ConfigError
@@ -86,12 +86,9 @@ def _is_per_layer(subject: Subject, expert_bytes: int) -> bool:
     config, ranks = subject.config, subject.ranks
     if config.slot_memory != "auto":
         return config.slot_memory == "per_layer"
-    on_gpu = least_gpu_memory()
-    memory = on_gpu or total_memory() // max(1, ranks.here)
+    memory = least_gpu_memory() or total_memory() // max(1, ranks.here)
     slots = config.slots * ranks.micro_batches
-    fits = expert_bytes * slots <= memory * MOST_SLOT_PERCENT // 100
-    is_quick = not on_gpu or ranks.in_stage <= MOST_RANKS_ON_GPUS
-    return fits and is_quick
+    return expert_bytes * slots <= memory * MOST_SLOT_PERCENT // 100
 
 
 def checkpoint_bytes(model: str) -> tuple[int, int, int]:

@@ -10,11 +10,9 @@ weight and then the lowest index that has it, because a warp reduces an int32 in
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import PROGRESS_SHIFT
-from ultraep_kernels.device._plan_times import busiest, capacities, time_of
+from ultraep_kernels.device._plan_times import capacities, time_of
 from ultraep_kernels.device.reroute import every_32nd
 
-_PROGRESS = tl.constexpr(PROGRESS_SHIFT)
 NOBODY = tl.constexpr(1 << 30)  # larger than any rank or expert
 _FITS = tl.constexpr((1 << 31) - 1)  # less any room, larger than any weighed one
 
@@ -112,7 +110,6 @@ def relax(
     rank_load,
     split,  # (R,) int32, scratch; left; placed (S, R, 2) int32, experts and what they compute
     num_ranks,
-    goal,  # a time, at which they end as well
     SWEEPS: tl.constexpr,  # at most
     ROOM: tl.constexpr,  # ranks that ``placed_ptr`` has room for
     BLOCK_RANKS: tl.constexpr,
@@ -120,7 +117,7 @@ def relax(
 ):
     """rank_load after each copy's rank was levelled with its master's in turn, in several sweeps.
 
-    They end after one that moved nothing, or gained little of the goal.
+    They end after one that moved nothing.
     """
     load_ptr, left_ptr, placed_ptr = split
     ranks = every_32nd(BLOCK_RANKS)
@@ -131,10 +128,7 @@ def relax(
     tl.debug_barrier()
     moved = num_ranks
     sweep = num_ranks * 0
-    time = busiest(rank_load, speeds)
-    least = goal >> _PROGRESS
-    gained = time * 0 + least
-    while (sweep < SWEEPS) & (moved > 0) & (time > goal) & (gained >= least):
+    while (sweep < SWEEPS) & (moved > 0):
         sweep += 1
         moved = num_ranks * 0
         for place in range(0, num_ranks * SIZES.num_slots):
@@ -163,9 +157,6 @@ def relax(
                 tl.store(load_ptr + rank, other + amount)
                 tl.debug_barrier()
                 moved += tl.abs(amount)
-        before = time
-        time = busiest(tl.load(load_ptr + ranks, mask=exists, other=0), speeds)
-        gained = before - time
     return tl.load(load_ptr + ranks, mask=exists, other=0)
 
 

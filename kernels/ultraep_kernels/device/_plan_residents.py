@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ultraep_kernels import contract
 from ultraep_kernels.contract import Prices
-from ultraep_kernels.device._plan_attempt import NOBODY, at, relax
+from ultraep_kernels.device._plan_attempt import NOBODY, at
 from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
 from ultraep_kernels.device._plan_times import FULL, busiest, least_time
 from ultraep_kernels.device._signals import put
@@ -30,6 +30,7 @@ _SHIFT = tl.constexpr(contract.AVERAGE_SHIFT)
 _SOON, _LATER = tl.constexpr(contract.SOON_BATCHES), tl.constexpr(contract.LATER_BATCHES)
 _SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(contract.SPLIT_SWEEPS), tl.constexpr(contract.STEP_SWEEPS)
 _STEPS = tl.constexpr(contract.MOST_NEW_COPIES)
+_PROGRESS = tl.constexpr(contract.PROGRESS_SHIFT)
 _AT_ONCE = tl.constexpr(128)  # experts, or slots
 _FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
@@ -43,6 +44,8 @@ class Kept(NamedTuple):
     mirror: torch.Tensor  # (E,) int32: the load that is expected to come in turn with this one
     left: torch.Tensor  # (2, E) int32, of the load and of its mirror: what masters still compute
     loads: torch.Tensor  # (2, R) int32: of ranks, while they are levelled
+    pulled: torch.Tensor  # (R,) int32: speeds of all whom a rank is levelled with at once
+    given: torch.Tensor  # (R,) int32: to how many of them it gives
     placed: torch.Tensor  # (2, S, R, 2) int32: experts in slots, what they compute
     best: torch.Tensor  # (S, R) int32: the cheapest slots so far
     words: torch.Tensor  # (3,) int64: see above
@@ -73,6 +76,8 @@ def new_kept(
         mirror=empty(num_experts),
         left=empty(2, num_experts),
         loads=empty(2, num_ranks),
+        pulled=empty(num_ranks),
+        given=empty(num_ranks),
         placed=empty(2, num_slots, num_ranks, 2),
         best=empty(num_slots, num_ranks),
         words=empty(3, dtype=torch.int64),
@@ -179,8 +184,8 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
             now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
             second = kept.left + SIZES.num_experts, kept.placed + NUM_WORDS
             other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
-            now_load = _level(0, now_load, speeds, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
-            other_load = _level(1, other_load, speeds, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
+            now_load = _level(0, now_load, attempts, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
+            other_load = _level(1, other_load, attempts, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
             time, after = busiest(now_load, speeds), busiest(other_load, speeds)
             cost = _total(time, after, kept, state_ptr, SIZES)
             if cost < best:
@@ -198,11 +203,31 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     """The busiest rank's time with what is cheaper: the best slots, or those of a fresh plan.
 
-    Copies that are there already keep their slots.
+    Not compared where a fresh plan with one new copy, at both goals, would save less than another.
     """
-    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     _, time, _, _ = take_best(attempts, SIZES)
     tl.debug_barrier()  # the winners are read
+    time = time.to(tl.int64)
+    best, other_goal = tl.load(kept.words + _BEST), tl.load(kept.words + _OTHER_GOAL)
+    prices = tl.load(kept.prices), tl.load(kept.prices + 1)
+    now, other = _cost(tl.load(attempts.goal), prices), _cost(other_goal, prices)
+    least = 2 * now + 4 * prices[0] + tl.load(kept.words + _HORIZON) * (now + other)
+    total = best
+    if best > least:
+        _merge_fresh(attempts, kept, state_ptr, SIZES)
+        home = rank_loads(kept.mirror, SIZES)
+        after = _split(1, kept.mirror, home, other_goal, attempts, kept, kept.placed, 2, SIZES)
+        after = busiest(after, speeds_in(attempts, SIZES))
+        total = _total(time, after, kept, state_ptr, SIZES)
+    if total >= best:
+        time = busiest(split_again(attempts, found, kept, SIZES), speeds_in(attempts, SIZES))
+    return time
+
+
+@triton.jit
+def _merge_fresh(attempts, kept, state_ptr, SIZES: tl.constexpr):
+    """Place what a fresh plan holds; copies that are there already keep their slots."""
+    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
     ranks, slots = every_32nd(SIZES.block_all_ranks), tl.arange(0, SIZES.block_slots)
     exists = ranks < SIZES.num_ranks
     domain = ranks // DOMAIN_SIZE
@@ -235,15 +260,6 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     tl.store(kept.placed + place * 2, held, mask=is_place)
     tl.store(kept.placed + place * 2 + 1, amounts, mask=is_place)
     tl.debug_barrier()
-    time = time.to(tl.int64)
-    best, other_goal = tl.load(kept.words + _BEST), tl.load(kept.words + _OTHER_GOAL)
-    home = rank_loads(kept.mirror, SIZES)
-    other = _split(1, kept.mirror, home, other_goal, attempts, kept, kept.placed, 2, SIZES)
-    speeds = speeds_in(attempts, SIZES)
-    total = _total(time, busiest(other, speeds), kept, state_ptr, SIZES)
-    if total >= best:
-        time = busiest(split_again(attempts, found, kept, SIZES), speeds)
-    return time
 
 
 @triton.jit
@@ -309,17 +325,74 @@ def _split(
         tl.store(placed_ptr + places * 2, held, mask=places < NUM_PLACES)
         tl.store(placed_ptr + places * 2 + 1, held * 0, mask=places < NUM_PLACES)
     tl.debug_barrier()
-    return _level(number, home, speeds_in(attempts, SIZES), goal, kept, _SWEEPS, SIZES)
+    return _level(number, home, attempts, goal, kept, _SWEEPS, SIZES)
 
 
 @triton.jit
-def _level(number, rank_load, speeds, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
-    BLOCK: tl.constexpr = SIZES.block_all_ranks
+def _level(number, rank_load, attempts, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
+    """rank_load (R,) after at most so many sweeps, one slot of all ranks at a time."""
     left_ptr = kept.left + number * SIZES.num_experts
     placed_ptr = kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots)
-    split = kept.loads + number * SIZES.num_ranks, left_ptr, placed_ptr
-    num_ranks = tl.full((), SIZES.num_ranks, tl.int32)
-    return relax(speeds, rank_load, split, num_ranks, goal, SWEEPS, SIZES.num_ranks, BLOCK, SIZES)
+    load_ptr = kept.loads + number * SIZES.num_ranks
+    ranks = every_32nd(SIZES.block_all_ranks)
+    exists = ranks < SIZES.num_ranks
+    speeds = speeds_in(attempts, SIZES)
+    fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
+    is_even = fastest == tl.min(tl.where(exists, speeds, fastest), axis=0)
+    weights = tl.where(is_even, 1, speeds)
+    tl.store(load_ptr + ranks, rank_load, mask=exists)
+    tl.debug_barrier()
+    time = busiest(rank_load, speeds)
+    least = goal >> _PROGRESS
+    gained = time * 0 + least
+    sweep = tl.full((), 0, tl.int32)
+    while (sweep < SWEEPS) & (time > goal) & (gained >= least):
+        sweep += 1
+        for slot in range(0, SIZES.num_slots):
+            tl.store(kept.pulled + ranks, ranks * 0, mask=exists)
+            tl.store(kept.given + ranks, ranks * 0, mask=exists)
+            pair_ptr = placed_ptr + (slot * SIZES.num_ranks + ranks) * 2
+            expert = tl.load(pair_ptr, mask=exists, other=-1)
+            has = expert >= 0
+            expert = tl.maximum(expert, 0)
+            master = expert // SIZES.num_masters
+            quota = tl.load(pair_ptr + 1, mask=has, other=0)
+            own = tl.load(left_ptr + expert, mask=has, other=0)
+            here = tl.load(load_ptr + ranks, mask=has, other=0)
+            there = tl.load(load_ptr + master, mask=has, other=0)
+            weight = tl.load(attempts.ranks + master * 2 + 1, mask=has, other=1)
+            weight = tl.where(is_even, 1, weight)
+            surplus = there.to(tl.int64) * weights - here.to(tl.int64) * weight
+            gives = surplus > 0
+            most = tl.where(gives, own, quota)
+            moves = has & (most > 0)
+            tl.debug_barrier()
+            for_master = kept.pulled + master
+            tl.atomic_add(for_master, weights, mask=moves, sem="relaxed", scope="cta")
+            tl.atomic_add(kept.pulled + ranks, weight, mask=moves, sem="relaxed", scope="cta")
+            is_given = kept.given + master
+            tl.atomic_add(is_given, ranks * 0 + 1, mask=moves & gives, sem="relaxed", scope="cta")
+            tl.debug_barrier()
+            both = tl.load(for_master, mask=moves, other=0) - tl.minimum(weights, weight)
+            both += tl.load(kept.pulled + ranks, mask=moves, other=0)
+            both = tl.maximum(both, weights + weight)
+            if is_even:
+                amount = (tl.abs(surplus).to(tl.uint32) // both.to(tl.uint32)).to(tl.int32)
+            else:
+                amount = (tl.abs(surplus) // both).to(tl.int32)
+            shared = tl.load(is_given, mask=moves & gives, other=1).to(tl.uint32)
+            most = (most.to(tl.uint32) // tl.maximum(shared, 1)).to(tl.int32)
+            amount = tl.minimum(amount, most)
+            amount = tl.where(moves, tl.where(gives, amount, -amount), 0)
+            tl.store(pair_ptr + 1, quota + amount, mask=has)
+            tl.atomic_add(left_ptr + expert, -amount, mask=moves, sem="relaxed", scope="cta")
+            tl.atomic_add(load_ptr + master, -amount, mask=moves, sem="relaxed", scope="cta")
+            tl.atomic_add(load_ptr + ranks, amount, mask=moves, sem="relaxed", scope="cta")
+            tl.debug_barrier()
+        before = time
+        time = busiest(tl.load(load_ptr + ranks, mask=exists, other=0), speeds)
+        gained = before - time
+    return tl.load(load_ptr + ranks, mask=exists, other=0)
 
 
 @triton.jit

@@ -100,9 +100,7 @@ def _attempt(
             SWEEPS: tl.constexpr = SIZES.search.sweeps
             ROOM: tl.constexpr = SIZES.domain_size
             BLOCK: tl.constexpr = SIZES.block_ranks
-            rank_load = relax(
-                speeds, rank_load, split, num_ranks, goal * 0, SWEEPS, ROOM, BLOCK, SIZES
-            )
+            rank_load = relax(speeds, rank_load, split, num_ranks, SWEEPS, ROOM, BLOCK, SIZES)
             time = busiest(rank_load, speeds)
             held = tl.where(tl.load(pair_ptr + 1, mask=exists, other=0) == 0, -1, held)
         sent, total = count_replicas(held, SIZES)

@@ -1,16 +1,16 @@
 """expert loads (E,), residents (R, S) -> what slots hold and compute, few new copies; compiled.
 
 Residents are what a layer's slots hold from the batches before. Their experts' load is split anew:
-each copy's rank is levelled with its master's in turn, until the busiest rank is at the goal. Where
-that is not enough, new copies are tried, one after the other, each from the busiest rank into the
-slot that is missed least.
+copies' ranks are levelled with their masters', one slot of all ranks at a time, which a device does
+at once, until the busiest rank is at the goal. Where that is not enough, new copies are tried, one
+after the other, each from the busiest rank into the slot that is missed least.
 
 A copy that one odd batch wants makes the next ones worse, so placements are compared by what they
 cost this batch and so many that follow, half of them like this one, half like its mirror: what is
 left of the average if this batch's load is taken from twice of it. Where two kinds of traffic take
-turns, the mirror of the one is the other. A fresh plan is compared as well, of which copies that
-are there already keep their slots. Everything is integer, so every rank finds the same. Twin:
-``device._plan_residents``.
+turns, the mirror of the one is the other. A fresh plan, of which copies that are there already keep
+their slots, is compared where it could save more than a copy costs. Everything is integer, so every
+rank finds the same. Twin: ``device._plan_residents``.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,6 @@ from ultraep_kernels.host._plan_search import (
     capacities,
     holds,
     least_time,
-    level,
     place_replicas,
 )
 
@@ -78,7 +77,9 @@ def keep_replicas(
     other = _scenario(mirror, residents, group)
     batches = contract.LATER_BATCHES if is_turn else contract.SOON_BATCHES
     best, slots = _grow(now, other, batches, group)
-    if wants:
+    both = _cost(now.goal, prices) + _cost(other.goal, prices)
+    least = 2 * _cost(now.goal, prices) + 2 * prices.copy + batches * both  # with one new copy
+    if wants and best - least > 2 * prices.copy:
         fresh, quotas = place_replicas(expert_load, speeds, residents.shape[1], domain_size, search)
         merged = _merged(fresh, residents)
         quotas = _moved(quotas, fresh, merged)
@@ -98,8 +99,64 @@ def _scenario(expert_load: Counts, slots: IntArray, group: _Group) -> _Scenario:
     goal = least_time(rank_load, group.speeds, group.domain_size)
     goal += (goal + group.grain // 2) // group.grain
     split = Placement(rank_load, expert_load.copy(), slots.copy(), quotas)
-    level(contract.SPLIT_SWEEPS, goal, group.speeds, split)
+    _level(contract.SPLIT_SWEEPS, goal, group.speeds, split)
     return _Scenario(goal, split)
+
+
+@compiled
+def _level(sweeps: int, goal: int, speeds: Counts, split: Placement) -> None:
+    """Level copies' ranks with their masters', those of one slot of all ranks at once.
+
+    Two ranks are levelled by less where others are levelled with them too: the difference of their
+    times by the speeds of all others of either, less the slower's. So no rank ends above the
+    longest time of those, and the busiest rank's time never rises. Ends before all ``sweeps``
+    where that is at the ``goal``, and after one that lowered it by little of the goal.
+    """
+    rank_load, left, slots, quotas = split
+    num_ranks = rank_load.size
+    num_masters = left.size // num_ranks
+    surplus, most = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    masters = np.empty(num_ranks, np.int64)
+    pulled, given = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    time = busiest_time(rank_load, speeds)
+    gained = least = goal >> contract.PROGRESS_SHIFT
+    for _ in range(sweeps):
+        if time <= goal or gained < least:
+            return
+        for slot in range(slots.shape[1]):
+            pulled[:] = 0
+            given[:] = 0
+            for rank in range(num_ranks):
+                expert = slots[rank, slot]
+                most[rank] = 0
+                if expert < 0:
+                    continue
+                master = expert // num_masters
+                masters[rank] = master
+                over = rank_load[master] * speeds[rank] - rank_load[rank] * speeds[master]
+                surplus[rank] = over
+                most[rank] = left[expert] if over > 0 else quotas[rank, slot]
+                if most[rank] > 0:
+                    pulled[master] += speeds[rank]
+                    pulled[rank] += speeds[master]
+                    given[master] += over > 0
+            for rank in range(num_ranks):
+                if most[rank] == 0:
+                    continue
+                expert = slots[rank, slot]
+                master = masters[rank]
+                both = pulled[master] + pulled[rank] - min(speeds[master], speeds[rank])
+                both = max(both, speeds[master] + speeds[rank])
+                if surplus[rank] > 0:
+                    amount = min(surplus[rank] // both, most[rank] // given[master])
+                else:
+                    amount = -min(-surplus[rank] // both, most[rank])
+                quotas[rank, slot] += amount
+                left[expert] -= amount
+                rank_load[master] -= amount
+                rank_load[rank] += amount
+        before, time = time, busiest_time(rank_load, speeds)
+        gained = before - time
 
 
 @compiled
@@ -142,7 +199,7 @@ def _grow(now: _Scenario, other: _Scenario, batches: int, group: _Group) -> tupl
             break
         for each in (now, other):
             _put(expert, target, slot, each.split)
-            level(contract.STEP_SWEEPS, each.goal, speeds, each.split)
+            _level(contract.STEP_SWEEPS, each.goal, speeds, each.split)
         time = busiest_time(now.split.rank_load, speeds)
         after = busiest_time(other.split.rank_load, speeds)
         cost = _total(time, after, now.split.slots, batches, group)

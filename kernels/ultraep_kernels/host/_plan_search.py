@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import FULL_SPEED, PROGRESS_SHIFT, IntArray, Search
+from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
 Counts = NDArray[np.int64]
@@ -241,28 +241,13 @@ def _attempt(
 
 @compiled
 def _relax(sweeps: int, speeds: Counts, made: Placement) -> None:
-    """Level an attempt's copies; never raises the busiest rank's time. Idle copies go."""
-    level(sweeps, int(False), speeds, made)
-    for rank in range(made.slots.shape[0]):
-        for slot in range(made.slots.shape[1]):
-            if made.quotas[rank, slot] == 0:
-                made.slots[rank, slot] = -1
+    """Level each copy's rank with its master's in turn; idle copies go.
 
-
-@compiled
-def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
-    """Level each copy's rank with its master's in turn; never raises the longer of their times.
-
-    Ends before all ``sweeps`` where the busiest rank is at the ``goal``, a time, and after one
-    that lowered its time by little of that.
+    Never raises the longer of their times.
     """
     rank_load, left, slots, quotas = made
     num_masters = left.size // rank_load.size
-    time = busiest_time(rank_load, speeds)
-    gained = least = goal >> PROGRESS_SHIFT
     for _ in range(sweeps):
-        if time <= goal or gained < least:
-            return
         for rank in range(slots.shape[0]):
             for slot in range(slots.shape[1]):
                 expert = slots[rank, slot]
@@ -280,8 +265,10 @@ def level(sweeps: int, goal: int, speeds: Counts, made: Placement) -> None:
                 left[expert] -= amount
                 rank_load[master] -= amount
                 rank_load[rank] += amount
-        before, time = time, busiest_time(rank_load, speeds)
-        gained = before - time
+    for rank in range(slots.shape[0]):
+        for slot in range(slots.shape[1]):
+            if quotas[rank, slot] == 0:
+                slots[rank, slot] = -1
 
 
 @compiled

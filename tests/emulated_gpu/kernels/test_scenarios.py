@@ -87,8 +87,8 @@ def test_a_plan_that_finds_its_copies_takes_little_longer(num_ranks: int) -> Non
     loads = zipf_loads(shape, 0.6, 2, assignments=65536)
     plans = [longest_warps(loads, shape.num_slots, keeps=keeps) for keeps in (False, True)]
     (fresh, _), (grown, stayed) = plans
-    assert stayed <= 1.4 * fresh
-    assert grown <= 4.5 * fresh
+    assert stayed <= 1.1 * fresh
+    assert grown <= 1.8 * fresh
 
 
 def test_signals_are_tritons_own_where_it_has_them() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import all_gather_rows
-from ultraep_serve.config import MOST_RANKS_ON_GPUS, MOST_SLOT_PERCENT
+from ultraep_serve.config import MOST_SLOT_PERCENT
 from ultraep_serve.engines.common.cpu_experts import most_tokens
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.proof.answers import Answers
@@ -22,8 +22,8 @@ def chosen_slot_memory(
 ) -> Literal["per_layer", "shared"]:
     """Where slots of ``layers``, each its masters' tensors (L, ...), are; on all ranks the same.
 
-    That is what the setting says. Left to itself: each layer's own, where copies stay in them,
-    every rank of the group has the memory, and on GPUs plans take little longer than with shared.
+    That is what the setting says. Left to itself: each layer's own, where copies stay in them and
+    every rank of the group has the memory.
     """
     wanted, shape, device = setup.config.slot_memory, setup.shape, layers[0][0].device
     if wanted != "auto":
@@ -33,8 +33,7 @@ def chosen_slot_memory(
     masters = sum(tensor.nbytes for tensors in layers for tensor in tensors)
     slot_bytes = masters // shape.num_masters * shape.num_slots
     if device.type == "cuda":
-        is_quick = shape.num_ranks <= MOST_RANKS_ON_GPUS
-        memory = torch.cuda.mem_get_info(device)[1] if is_quick else 0
+        memory = torch.cuda.mem_get_info(device)[1]
     else:
         memory = total_memory() // setup.location.host_size
     fits = _least(setup, memory * MOST_SLOT_PERCENT // 100 - slot_bytes) >= 0
