@@ -43,7 +43,12 @@ def compute_vllm() -> None:
     """Put references in the place of what vLLM has compiled, once in every process."""
     import vllm._custom_ops
     import vllm.vllm_flash_attn  # noqa: F401
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.v1.attention.backends import triton_attn
+
+    taken = [torch.float32, torch.bfloat16, torch.float16]  # by its Triton kernels
+    config: Any = Fp8Config
+    config.get_supported_act_dtypes = staticmethod(lambda: taken)
 
     REFERENCES.update(fused_moe_kernel=fused_moe_kernel, _topk_topp_kernel=topk_topp_kernel)
     REFERENCES.update(batched_triton_kernel=batched_triton_kernel)
