@@ -41,7 +41,7 @@ SGLANG = {
     "sampling_backend": "pytorch",
 }
 KERNELS = {  # vLLM's --moe-backend, by the format of experts: those that have references
-    **dict.fromkeys(("fp8", "fp8-static", "fp8-tensor", "int8"), "triton"),
+    **dict.fromkeys(("fp8", "fp8-tensor", "int8"), "triton"),
     **dict.fromkeys(("int4", "awq", "mxfp4", "nvfp4"), "marlin"),
 }
 WITH = {  # dispatches that have kernels of their own; the megakernel dispatches itself

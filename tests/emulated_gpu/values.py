@@ -9,13 +9,11 @@ answers the same prompts balanced, with each of ``mistakes`` if there it makes t
 and with policy off. All layers of all prefill batches are sampled. Tokens must all be those of
 transformers, and samples must fail where a mistake is made and nowhere else.
 
-transformers is given what a format's weights stand for, and rounds what experts are given where the
-format does, FP8 and INT8.
-
-DeepEP and FlashInfer combine in bfloat16, and experts in 4 bits compute in it. There the prompts
-are those of many whose next tokens are likelier than all others by most, by transformers in
-float32, so that rounding does not choose. With experts in 4 bits balanced tokens must be those with
-policy off, and most of them those of transformers.
+DeepEP and FlashInfer combine in bfloat16, and experts in formats round too. There the prompts are
+those of many whose next tokens are likelier than all others by most, by transformers in float32, so
+that rounding does not choose. transformers is given what a format's weights stand for, and rounds
+what they are multiplied by as FP8 and INT8 do. Experts in 4 bits compute in bfloat16: there
+balanced tokens must be those with policy off, and most of them those of transformers.
 """
 
 import json
@@ -63,8 +61,7 @@ from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
 PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
-SIZES = PROMPTS, NEW_TOKENS
-POOL, FEWER_TOKENS = 60, 6  # from which those for bfloat16 are chosen
+POOL, FEWER_TOKENS = 60, 6  # from which those are chosen that rounding does not change
 LARGEST_IMBALANCE = 1.02
 FEWEST_RIGHT = 0.8  # of answers of experts in 4 bits
 COUNTS = "answers", "same_balanced", "same_balanced_again", "same_off", "off_as_balanced"
@@ -75,7 +72,7 @@ DISPATCHES = (
     *("deepep_high_throughput", "deepep_low_latency", "deepep_v2"),
     "flashinfer_nvlink_one_sided",
 )
-FORMATS = "fp8", "fp8-static", "int8", "int4", "awq", "mxfp4", "nvfp4"
+FORMATS = "fp8", "fp8-tensor", "int8", "int4", "awq", "mxfp4", "nvfp4"
 WAYS = (
     Way(mistakes=tuple(FOUND_BY)),
     Way(decode_in_graphs=True),
@@ -133,10 +130,10 @@ def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
     if way.format:
         model = quantise(plain, folder / "quantised", way.format)
         plain = dequantise(model, folder / "dequantised", way.format)
-    is_rounded, scheme = way.dtype != TYPE, SCHEMES.get(way.format)
-    answers = by_transformers(plain, *((POOL, FEWER_TOKENS) if is_rounded else SIZES), scheme)
+    sizes = (POOL, FEWER_TOKENS) if way.dispatch or way.format else (PROMPTS, NEW_TOKENS)
+    answers = by_transformers(plain, *sizes, SCHEMES.get(way.format))
     decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
-    expected.write_text(json.dumps(decided if is_rounded else answers))
+    expected.write_text(json.dumps(decided))
     return model, expected
 
 

@@ -24,7 +24,7 @@ _BLOCK = 128  # rows and columns that share a scale in FP8, columns in INT4
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code; 8 more are negative
 _AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # in a word of 4-bit codes, of eight outputs
 _FP4_MAX, _FP8_MAX = 6.0, 448.0
-_INPUT_SCALE = 1 / 16  # of FP8 where it is given
+_INPUT_SCALE = 1 / 16  # of FP8 by tensors
 
 Tensors = dict[str, torch.Tensor]  # by what follows the matrix's name
 
@@ -108,9 +108,13 @@ def _fp8_read(written: Tensors) -> torch.Tensor:
 
 
 def _fp8_tensor(matrix: torch.Tensor, largest: torch.Tensor) -> Tensors:
-    """One scale for the matrix."""
+    """One scale for the matrix, and one for inputs."""
     scale = largest.clamp(min=1e-12) / _FP8_MAX
-    return {"weight": (matrix / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+    return {
+        "weight": (matrix / scale).to(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.tensor(_INPUT_SCALE),
+    }
 
 
 def _scaled(written: Tensors) -> torch.Tensor:
@@ -133,19 +137,15 @@ def _fp8_rounded(rows: torch.Tensor) -> torch.Tensor:
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
 
 
-def _fp8_static(matrix: torch.Tensor, largest: torch.Tensor) -> Tensors:
-    return {**_fp8_tensor(matrix, largest), "input_scale": torch.tensor(_INPUT_SCALE)}
-
-
-def _fp8_static_rounded(rows: torch.Tensor) -> torch.Tensor:
+def _fp8_tensor_rounded(rows: torch.Tensor) -> torch.Tensor:
     nearest = (rows / _INPUT_SCALE).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     return nearest.float() * _INPUT_SCALE
 
 
 def _int8_rounded(rows: torch.Tensor) -> torch.Tensor:
     """One scale for each row."""
-    largest = rows.abs().amax(1, keepdim=True).clamp(min=1e-10)
-    return (rows * (127 / largest)).round() * (largest / 127)
+    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
+    return (rows / scale).round() * scale
 
 
 def _int8(matrix: torch.Tensor, _: torch.Tensor) -> Tensors:
@@ -275,9 +275,8 @@ SCHEMES = {
     "fp8": Scheme(
         _fp8, _fp8_read, partial(_fp8_config, weight_block_size=[_BLOCK, _BLOCK]), _fp8_rounded
     ),
-    "fp8-tensor": Scheme(_fp8_tensor, _scaled, _fp8_config),
-    "fp8-static": Scheme(
-        _fp8_static, _scaled, partial(_fp8_config, activation_scheme="static"), _fp8_static_rounded
+    "fp8-tensor": Scheme(
+        _fp8_tensor, _scaled, partial(_fp8_config, activation_scheme="static"), _fp8_tensor_rounded
     ),
     "int8": Scheme(
         _int8, _scaled, partial(compressed_tensors, "W8A8", "int-quantized"), _int8_rounded

@@ -168,7 +168,7 @@ def check_experts_in_8_bits() -> dict[str, Any]:
     by_row = {"a1_scale": None, "a2_scale": None, "per_act_token_quant": True}
     for name, described, settings in (
         ("fp8", config.fp8_w8a8_moe_quant_config, {"block_shape": [128, 128]}),
-        ("fp8-static", config.fp8_w8a8_moe_quant_config, {}),
+        ("fp8-tensor", config.fp8_w8a8_moe_quant_config, {}),
         ("int8", config.int8_w8a8_moe_quant_config, by_row),
     ):
         scheme, plain, codes, scales = SCHEMES[name], [], [], []
@@ -178,7 +178,7 @@ def check_experts_in_8_bits() -> dict[str, Any]:
             plain.append(torch.stack([scheme.read(each) for each in written]))
             for kept, number in ((codes, 0), (scales, 1)):
                 kept.append(torch.stack([[*each.values()][number] for each in written]).cuda())
-        if name == "fp8-static":
+        if name == "fp8-tensor":
             one = written[0]["input_scale"].cuda()
             settings = {"a1_scale": one, "a2_scale": one}
         quantised = described(w1_scale=scales[0], w2_scale=scales[1], **settings)

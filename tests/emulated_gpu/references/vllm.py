@@ -52,6 +52,7 @@ def compute_vllm() -> None:
 
     REFERENCES.update(fused_moe_kernel=fused_moe_kernel, _topk_topp_kernel=topk_topp_kernel)
     REFERENCES.update(batched_triton_kernel=batched_triton_kernel)
+    REFERENCES.update(_per_token_quant_int8=per_token_quant_int8)
     for name, function in (
         ("unified_attention", unified_attention),
         ("triton_reshape_and_cache_flash", in_stream(store_in_pages)),
@@ -103,6 +104,13 @@ def topk_topp_kernel(it: SimpleNamespace) -> bool:
     chosen = it.K if it.TOPK_ENABLED else None, it.P if it.TOPP_ENABLED else None
     rows = it.LOGITS[: it.BATCH_SIZE]
     rows.copy_(apply_top_k_top_p_pytorch(rows.clone(), *chosen))
+    return True
+
+
+def per_token_quant_int8(it: SimpleNamespace) -> bool:
+    """Each row has a scale of its own; the interpreter takes minutes."""
+    given = it.x_ptr, it.xq_ptr, it.scale_ptr
+    quantisation.by_group(*given, size=it.N, least=1e-10, limits=(-127, 127), is_power_of_two=False)
     return True
 
 
