@@ -123,15 +123,16 @@ def _emulated() -> str:
     assert not any(each["failures"] for each in samples), "the line above the table says so"
     least, most = (of(each["layers"] for each in samples) for of in (min, max))
     text = (
-        "A tiny made-up model, in bfloat16 with dispatches and formats, else in float32; ten "
-        "prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless said "
+        "A tiny made-up model, in bfloat16 with dispatches and experts in 4 bits, else in float32; "
+        "ten prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless said "
         f"otherwise; {least} to {most} samples in each, none failed"
     )
     head = (
         "", "ranks, and how", "greedy tokens as transformers', balanced, `off`",
         "worst layer's imbalance",
     )  # fmt: skip
-    return conditions(text, *documents) + table(head, rows)
+    of_rows = [row for row in found if "commit" in row]
+    return conditions(text, *documents, *of_rows) + table(head, rows)
 
 
 def _short(way: str) -> str:

@@ -80,8 +80,9 @@ class Way:
 
     @property
     def dtype(self) -> str:
-        """The libraries combine in bfloat16, and vLLM has no kernels of formats for float32."""
-        return "bfloat16" if self.dispatch or self.format else TYPE
+        """The libraries combine in bfloat16, and vLLM's Marlin takes no float32."""
+        is_less = self.dispatch or KERNELS.get(self.format) == "marlin"
+        return "bfloat16" if is_less else TYPE
 
     @property
     def processes(self) -> int:
@@ -90,8 +91,8 @@ class Way:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the model: with DeepEP a number of 512 bytes, or its low latency's least one; with
-        formats several groups a row.
+        """Of the model: with DeepEP a number of 512 bytes, or its low latency's least one (vLLM
+        pads others to that, over weights that nobody wrote); with formats several groups a row.
 
         vLLM takes an expert that is one group wide for one that has one scale a row (Marlin).
         """

@@ -9,11 +9,11 @@ answers the same prompts balanced, with each of ``mistakes`` if there it makes t
 and with policy off. All layers of all prefill batches are sampled. Tokens must all be those of
 transformers, and samples must fail where a mistake is made and nowhere else.
 
-DeepEP and FlashInfer combine in bfloat16, and experts in formats compute in it. There the prompts
-are those of many whose next tokens are likelier than all others by most, by transformers in
-float32, so that rounding does not choose. transformers is given what a format's weights stand for;
-of activations it rounds none, so there balanced tokens must be those with policy off, and most of
-them those of transformers.
+DeepEP and FlashInfer combine in bfloat16, and experts in formats round too. There the prompts are
+those of many whose next tokens are likelier than all others by most, by transformers in float32, so
+that rounding does not choose. transformers is given what a format's weights stand for, and rounds
+what they are multiplied by as FP8 and INT8 do. Experts in 4 bits compute in bfloat16: there
+balanced tokens must be those with policy off, and most of them those of transformers.
 """
 
 import json
@@ -44,10 +44,12 @@ from tests.emulated_gpu.order import check_order  # noqa: E402
 from tests.emulated_gpu.references.check import (  # noqa: E402
     check_attention,
     check_experts,
+    check_experts_in_8_bits,
     check_marlin,
     check_sglangs_attention,
+    moe_layer,
 )
-from tests.support.quantised import dequantise, quantise  # noqa: E402
+from tests.support.quantised import SCHEMES, Scheme, dequantise, quantise  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
 from tests.support.ways_to_start import SETTINGS, balanced_layers  # noqa: E402
 from ultraep_lab.demo.models import make_model  # noqa: E402
@@ -59,24 +61,29 @@ from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
 PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
-SIZES = PROMPTS, NEW_TOKENS
-POOL, FEWER_TOKENS = 60, 6  # from which those for bfloat16 are chosen
+POOL, FEWER_TOKENS = 60, 6  # from which those are chosen that rounding does not change
 LARGEST_IMBALANCE = 1.02
-FEWEST_RIGHT = 0.8  # of answers of experts in formats
+FEWEST_RIGHT = 0.8  # of answers of experts in 4 bits
 COUNTS = "answers", "same_balanced", "same_balanced_again", "same_off", "off_as_balanced"
 CHECKED = {**SETTINGS, "self_check": "full", "verify_every": 1, "min_batch_tokens": 64}
 
 
-DISPATCHES = "deepep_high_throughput", "deepep_v2", "flashinfer_nvlink_one_sided"
+DISPATCHES = (
+    *("deepep_high_throughput", "deepep_low_latency", "deepep_v2"),
+    "flashinfer_nvlink_one_sided",
+)
+FORMATS = "fp8", "fp8-tensor", "int8", "int4", "awq", "mxfp4", "nvfp4"
 WAYS = (
     Way(mistakes=tuple(FOUND_BY)),
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
     Way(slot_memory="shared", mistakes=tuple(FOUND_BY)),
+    Way(ranks=4),
+    Way(ranks=4, domain_size=2),
     *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
     Way(parallel="data", dispatch="deepep_v2", may_capture=True),
-    *(Way(format=name) for name in ("int8", "int4", "mxfp4", "nvfp4")),
+    *(Way(format=name) for name in FORMATS),
     Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
@@ -103,13 +110,14 @@ def main() -> None:
         report.run("vllm's attention", check_attention)
         report.run("sglang's attention", check_sglangs_attention)
         report.run("vllm's experts", check_experts)
+        report.run("vllm's experts in 8 bits", check_experts_in_8_bits)
         report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        asked: dict[tuple[str, str], tuple[Path, Path]] = {}
+        asked: dict[str, tuple[Path, Path]] = {}
         for way in chosen:
-            model = way.dtype, way.format
+            model = "-".join([way.dtype, way.format, *map(str, way.sizes.values())])
             if model not in asked:
-                asked[model] = make_questions(Path(folder, "-".join(model)), way)
+                asked[model] = make_questions(Path(folder, model), way)
             report.run(way.name, check, *asked[model], way)
     sys.exit(not report.all_passed)
 
@@ -122,10 +130,10 @@ def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
     if way.format:
         model = quantise(plain, folder / "quantised", way.format)
         plain = dequantise(model, folder / "dequantised", way.format)
-    is_rounded = way.dtype != TYPE
-    answers = by_transformers(plain, *((POOL, FEWER_TOKENS) if is_rounded else SIZES))
+    sizes = (POOL, FEWER_TOKENS) if way.dispatch or way.format else (PROMPTS, NEW_TOKENS)
+    answers = by_transformers(plain, *sizes, SCHEMES.get(way.format))
     decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
-    expected.write_text(json.dumps(decided if is_rounded else answers))
+    expected.write_text(json.dumps(decided))
     return model, expected
 
 
@@ -136,12 +144,23 @@ def prompts(number: int) -> list[list[int]]:
     return [[by_chance.randint(*WORDS) for _ in range(size)] for size in sizes]
 
 
-def by_transformers(model: Path, number: int, tokens: int) -> list[dict[str, Any]]:
+def by_transformers(
+    model: Path, number: int, tokens: int, scheme: Scheme | None
+) -> list[dict[str, Any]]:
     """Prompts, and tokens on the CPU, without a cache, so that nothing is shared with what is
     checked; ``margin`` is the least by which the likeliest token's logit is above all others'."""
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    settings: dict[str, Any] = {"dtype": torch.float32}
+    if scheme is not None and (rounded := scheme.rounded) is not None:
+        settings["experts_implementation"] = "rounded"
+
+        def compute(own: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+            return moe_layer(x, weights, ids, own.gate_up_proj, own.down_proj, rounded)
+
+        ALL_EXPERTS_FUNCTIONS.register("rounded", compute)
+    network = AutoModelForCausalLM.from_pretrained(model, **settings).eval()
     found = []
     with torch.inference_mode():
         for prompt in prompts(number):
@@ -179,7 +198,7 @@ def check(model: Path, expected: Path, way: Way) -> dict[str, Any]:
         found = [json.loads(Path(folder, f"{n}.json").read_text()) for n in range(way.processes)]
     row: dict[str, Any] = found[0] | {"seconds": round(time.monotonic() - began, 1)}
     row |= {name: sum(of_rank[name] for of_rank in found) for name in COUNTS if name in row}
-    require_right(row, way.mistakes, FEWEST_RIGHT if way.format else 1)
+    require_right(row, way.mistakes, FEWEST_RIGHT if way.format and way.dtype != TYPE else 1)
     return row
 
 

@@ -318,6 +318,20 @@ def test_new_weights_go_to_the_masters_of_their_rank(
     ]
 
 
+def test_made_up_tokens_are_as_wide_as_the_models_and_padded_with_zeros(balanced: Any) -> None:
+    """Weights may be wider, for DeepEP's low latency, and hold there what was in memory."""
+    layer, config = build(balanced)
+    layer.moe_config.hidden_dim_unpadded = width = vllm_layers.HIDDEN - 48
+    loaded = model._described(BalanceConfig(), config, [layer], TokenView.OWN)
+    given: list[torch.Tensor] = []
+    layer.forward_modular = lambda x, *_: given.append(x) or x + 1
+    execution = model._Layers(config, VllmFlow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
+    out = execution.compute(layer, torch.ones(8, loaded.hidden_size), WEIGHTS, IDS)
+    assert torch.equal(out, torch.full((8, width), 2.0))
+    assert given[0].shape == (8, vllm_layers.HIDDEN)
+    assert not given[0][:, width:].any()
+
+
 def test_programs_find_a_layer_as_vllm_made_it(balanced: Any) -> None:
     """What saves, compares or sends weights must not see copies, which change with prompts."""
     loaded, weights = loaded_model(balanced)

@@ -24,6 +24,7 @@ _BLOCK = 128  # rows and columns that share a scale in FP8, columns in INT4
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # by code; 8 more are negative
 _AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # in a word of 4-bit codes, of eight outputs
 _FP4_MAX, _FP8_MAX = 6.0, 448.0
+_INPUT_SCALE = 1 / 16  # of FP8 by tensors
 
 Tensors = dict[str, torch.Tensor]  # by what follows the matrix's name
 
@@ -32,11 +33,14 @@ class Scheme(NamedTuple):
     """How a matrix is written, what is read of that (float32), and the checkpoint's settings.
 
     A matrix is written with the largest magnitude of those that share a scale of the whole with it.
+    ``rounded`` is what engines multiply it by in the place of rows (T, K) float32, if that does not
+    depend on other rows.
     """
 
     write: Callable[[torch.Tensor, torch.Tensor], Tensors]
     read: Callable[[Tensors], torch.Tensor]
     config: Callable[[list[str]], dict[str, Any]]  # of the matrices that are left alone
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def quantise(source: Path, target: Path, scheme: str) -> Path:
@@ -104,9 +108,13 @@ def _fp8_read(written: Tensors) -> torch.Tensor:
 
 
 def _fp8_tensor(matrix: torch.Tensor, largest: torch.Tensor) -> Tensors:
-    """One scale for the matrix."""
+    """One scale for the matrix, and one for inputs."""
     scale = largest.clamp(min=1e-12) / _FP8_MAX
-    return {"weight": (matrix / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+    return {
+        "weight": (matrix / scale).to(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.tensor(_INPUT_SCALE),
+    }
 
 
 def _scaled(written: Tensors) -> torch.Tensor:
@@ -120,6 +128,24 @@ def _fp8_config(left_alone: list[str], **others: Any) -> dict[str, Any]:
         "modules_to_not_convert": left_alone,
         **others,
     }
+
+
+def _fp8_rounded(rows: torch.Tensor) -> torch.Tensor:
+    """By blocks of columns, each with a scale for each row."""
+    blocks = rows.unflatten(1, (-1, _BLOCK))
+    scale = blocks.abs().amax(2, keepdim=True).clamp(min=1e-10) / _FP8_MAX
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
+
+
+def _fp8_tensor_rounded(rows: torch.Tensor) -> torch.Tensor:
+    nearest = (rows / _INPUT_SCALE).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return nearest.float() * _INPUT_SCALE
+
+
+def _int8_rounded(rows: torch.Tensor) -> torch.Tensor:
+    """One scale for each row."""
+    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-10) / 127
+    return (rows / scale).round() * scale
 
 
 def _int8(matrix: torch.Tensor, _: torch.Tensor) -> Tensors:
@@ -246,9 +272,15 @@ def _fp4_values(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 SCHEMES = {
-    "fp8": Scheme(_fp8, _fp8_read, partial(_fp8_config, weight_block_size=[_BLOCK, _BLOCK])),
-    "fp8-tensor": Scheme(_fp8_tensor, _scaled, _fp8_config),
-    "int8": Scheme(_int8, _scaled, partial(compressed_tensors, "W8A8", "int-quantized")),
+    "fp8": Scheme(
+        _fp8, _fp8_read, partial(_fp8_config, weight_block_size=[_BLOCK, _BLOCK]), _fp8_rounded
+    ),
+    "fp8-tensor": Scheme(
+        _fp8_tensor, _scaled, partial(_fp8_config, activation_scheme="static"), _fp8_tensor_rounded
+    ),
+    "int8": Scheme(
+        _int8, _scaled, partial(compressed_tensors, "W8A8", "int-quantized"), _int8_rounded
+    ),
     "int4": Scheme(_int4, _int4_read, partial(compressed_tensors, "W4A16", "pack-quantized")),
     "awq": Scheme(_awq, _awq_read, _awq_config),
     "mxfp4": Scheme(_mxfp4, _mxfp4_read, lambda left_alone: {"quant_method": "mxfp4"}),

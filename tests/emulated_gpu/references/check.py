@@ -1,13 +1,17 @@
 """References against what they stand for: the engines' Triton kernels, interpreted, and torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tests.emulated_gpu.operators.interpreter import REFERENCES
+from tests.support.quantised import SCHEMES
 
-__all__ = ["check_attention", "check_experts", "check_marlin", "check_sglangs_attention"]
+__all__ = [
+    *("check_attention", "check_sglangs_attention"),
+    *("check_experts", "check_experts_in_8_bits", "check_marlin", "moe_layer"),
+]
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 PAGE, HEADS, KV_HEADS, HEAD = 16, 4, 2, 64
@@ -135,19 +139,12 @@ def check_experts() -> dict[str, Any]:
     errors = {}
     expert_map = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device="cuda")
     for dtype in LARGEST_ERROR:
-        x = _random(TOKENS, HIDDEN, dtype=dtype, seed=1)
+        x, weights, ids = _tokens(HIDDEN, dtype)
         gate_up = _random(EXPERTS // 2, 2 * INNER, HIDDEN, dtype=dtype, seed=2)
         down = _random(EXPERTS // 2, HIDDEN, INNER, dtype=dtype, seed=3)
-        scores = _random(TOKENS, EXPERTS, dtype=torch.float32, seed=4).softmax(-1)
-        weights, ids = scores.topk(TOP_K)
-        expected = torch.zeros(TOKENS, HIDDEN)
-        for expert in range(EXPERTS // 2):
-            gate, up = (x.float() @ gate_up[expert].float().T).chunk(2, dim=-1)
-            out = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
-            expected += out * (weights * (ids == expert)).sum(-1, keepdim=True)
-        on_gpu = (each.cuda() for each in (x, gate_up, down, weights, ids.int()))
+        expected = moe_layer(x, weights, ids, gate_up, down)
+        arguments = [each.cuda() for each in (x, gate_up, down, weights, ids.int())]
         given = {"expert_map": expert_map, "global_num_experts": EXPERTS}
-        arguments = [*on_gpu]
         errors[f"reference, {dtype}"] = _error(fused_experts(*arguments, **given), expected, dtype)
         reference = REFERENCES.pop("fused_moe_kernel")
         try:
@@ -156,6 +153,72 @@ def check_experts() -> dict[str, Any]:
             REFERENCES["fused_moe_kernel"] = reference
         errors[f"interpreted, {dtype}"] = _error(found, expected, dtype)
     return {"largest_errors": errors}
+
+
+def check_experts_in_8_bits() -> dict[str, Any]:
+    """A layer of vLLM's against one of dequantised experts, whose inputs are rounded alike.
+
+    ``unrounded`` is how far the latter is from one whose inputs are as they were.
+    """
+    from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    errors, unrounded, size = {}, {}, 256
+    x, weights, ids = _tokens(size, torch.float32)
+    by_row = {"a1_scale": None, "a2_scale": None, "per_act_token_quant": True}
+    for name, described, settings in (
+        ("fp8", config.fp8_w8a8_moe_quant_config, {"block_shape": [128, 128]}),
+        ("fp8-tensor", config.fp8_w8a8_moe_quant_config, {}),
+        ("int8", config.int8_w8a8_moe_quant_config, by_row),
+    ):
+        scheme, plain, codes, scales = SCHEMES[name], [], [], []
+        for rows in (2 * size, size):
+            drawn = _random(EXPERTS, rows, size, dtype=torch.float32, seed=rows) / size**0.5
+            written = [scheme.write(matrix, matrix.abs().max()) for matrix in drawn]
+            plain.append(torch.stack([scheme.read(each) for each in written]))
+            for kept, number in ((codes, 0), (scales, 1)):
+                kept.append(torch.stack([[*each.values()][number] for each in written]).cuda())
+        if name == "fp8-tensor":
+            one = written[0]["input_scale"].cuda()
+            settings = {"a1_scale": one, "a2_scale": one}
+        quantised = described(w1_scale=scales[0], w2_scale=scales[1], **settings)
+        arguments = x.cuda(), *codes, weights.cuda(), ids.int().cuda()
+        expected = moe_layer(x, weights, ids, *plain, scheme.rounded)
+        found = fused_experts(*arguments, quant_config=quantised)
+        errors[name] = _error(found, expected, torch.bfloat16)  # some may be rounded otherwise
+        exact = moe_layer(x, weights, ids, *plain)
+        unrounded[name] = float((exact - expected).norm() / exact.norm())
+    return {"largest_errors": errors, "unrounded": unrounded}
+
+
+def _tokens(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Of a layer: inputs, weights and ids."""
+    scores = _random(TOKENS, EXPERTS, dtype=torch.float32, seed=4).softmax(-1)
+    return _random(TOKENS, size, dtype=dtype, seed=1), *scores.topk(TOP_K)
+
+
+def moe_layer(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+) -> torch.Tensor:
+    """Sums (T, H) float32 of those experts that there are (E, 2 I, H) and (E, H, I).
+
+    What lies between their matrices is of the type of ``x``.
+    """
+    inputs, between = rounded(x.float()), x.new_zeros(*ids.shape, down.shape[2])
+    chosen = [torch.nonzero(ids == expert, as_tuple=True) for expert in range(len(down))]
+    for matrix, (token, k) in zip(gate_up, chosen, strict=True):
+        gate, up = (inputs[token] @ matrix.float().T).to(x.dtype).float().chunk(2, dim=-1)
+        between[token, k] = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    inputs = rounded(between.float().flatten(0, 1)).view(between.shape)
+    total = torch.zeros(x.shape)
+    for matrix, place in zip(down, chosen, strict=True):
+        total.index_add_(0, place[0], inputs[place] @ matrix.float().T * weights[place][:, None])
+    return total
 
 
 def check_marlin() -> dict[str, Any]:

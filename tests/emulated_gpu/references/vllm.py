@@ -43,10 +43,16 @@ def compute_vllm() -> None:
     """Put references in the place of what vLLM has compiled, once in every process."""
     import vllm._custom_ops
     import vllm.vllm_flash_attn  # noqa: F401
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.v1.attention.backends import triton_attn
+
+    taken = [torch.float32, torch.bfloat16, torch.float16]  # by its Triton kernels
+    config: Any = Fp8Config
+    config.get_supported_act_dtypes = staticmethod(lambda: taken)
 
     REFERENCES.update(fused_moe_kernel=fused_moe_kernel, _topk_topp_kernel=topk_topp_kernel)
     REFERENCES.update(batched_triton_kernel=batched_triton_kernel)
+    REFERENCES.update(_per_token_quant_int8=per_token_quant_int8)
     for name, function in (
         ("unified_attention", unified_attention),
         ("triton_reshape_and_cache_flash", in_stream(store_in_pages)),
@@ -98,6 +104,13 @@ def topk_topp_kernel(it: SimpleNamespace) -> bool:
     chosen = it.K if it.TOPK_ENABLED else None, it.P if it.TOPP_ENABLED else None
     rows = it.LOGITS[: it.BATCH_SIZE]
     rows.copy_(apply_top_k_top_p_pytorch(rows.clone(), *chosen))
+    return True
+
+
+def per_token_quant_int8(it: SimpleNamespace) -> bool:
+    """Each row has a scale of its own; the interpreter takes minutes."""
+    given = it.x_ptr, it.xq_ptr, it.scale_ptr
+    quantisation.by_group(*given, size=it.N, least=1e-10, limits=(-127, 127), is_power_of_two=False)
     return True
 
 

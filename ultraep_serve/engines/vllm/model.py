@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.nn.functional as F
 from vllm.config import VllmConfig
 from vllm.distributed import get_ep_group, get_pp_group, get_world_group
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -177,7 +178,7 @@ def _described(
         ),
         view=view,
         experts_per_token=first.top_k,
-        hidden_size=first.hidden_size,
+        hidden_size=moe.hidden_dim_unpadded,
         dtype=moe.in_dtype,
         largest_batch=checks.largest_batch(vllm_config),
     )
@@ -208,19 +209,26 @@ class _Layers(Execution[RoutedExperts]):
         topk_weights: torch.Tensor,
         physical: torch.Tensor,
     ) -> torch.Tensor:
-        """See ``Execution.compute``; vLLM's buffers hold as many tokens as it schedules at once."""
+        """See ``Execution.compute``; vLLM's buffers hold as many tokens as it schedules at once.
+
+        Where weights are wider than the model, for a dispatch or a kernel, it pads tokens with
+        zeros; behind them weights hold what was in memory.
+        """
+        method, width = layer.quant_method, x.shape[1]
+        if not method.skip_forward_padding:
+            x = F.pad(x, (0, layer.hidden_size - width))
         weights = topk_weights.to(x.device)
-        ids = physical.to(x.device, layer.quant_method.topk_indices_dtype or torch.int32)
+        ids = physical.to(x.device, method.topk_indices_dtype or torch.int32)
         parts = (torch.split(part, layer.moe_config.max_num_tokens) for part in (x, weights, ids))
         outputs = []
         with torch.inference_mode(), self._flow.unbalanced():
             for part in zip(*parts, strict=True):
                 with self._batch(layer, part[0].shape[0]):
                     outputs.append(layer.forward_modular(*part))
-        output = torch.cat(outputs)
+        output = torch.cat(outputs)[:, :width]
         # Ranks that have all tokens compute a part of the sum each, which vLLM adds up behind the
         # layer unless the kernel has (``MoERunner._maybe_reduce_final_output``).
-        if layer.moe_config.dp_size > 1 or layer.quant_method.moe_kernel.output_is_reduced():
+        if layer.moe_config.dp_size > 1 or method.moe_kernel.output_is_reduced():
             return output
         return summed(output, self._group.on_device)
 
