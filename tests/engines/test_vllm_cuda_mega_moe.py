@@ -1,7 +1,6 @@
 """vLLM's native megakernel over masters and slots: its own module, with a reference of DeepGEMM."""
 
 import ast
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,9 +45,9 @@ with warnings.catch_warnings():
 
 from tests.emulated_gpu.references import mega_moe as deep_gemm
 from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, TOP_K, Noting, expected_output
+from tests.support.held import Held
 from tests.support.hosts import engine_group
 from tests.support.ranks import run_settings
-from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
@@ -90,7 +89,7 @@ def serve(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         self_check="quick" if name in RIGHT else "off",
         verify_every=int(name in RIGHT),
     )
-    config, held = config_of(rank, NUM_RANKS), Held(Path(run_dir), rank)
+    config, held = config_of(rank, NUM_RANKS), Held(Path(run_dir), rank, NUM_RANKS)
     taken: list[torch.Tensor] = []
     install(lambda ids: (taken.append(ids), held.come()))
     built = [build(config, seed) for seed in range(len(NAMES))]
@@ -125,44 +124,6 @@ def serve(name: str, rank: int, run_dir: str) -> dict[str, Any]:
         "rows": [layer.w13_weight.shape[0] for layer in layers],
         "samples": (samples.layers, samples.failures),
     }
-
-
-class Held:
-    """Holds back what rank 0 sends, until the others wait for it or have launched the kernel.
-
-    So what arrives comes behind a launch that has not waited. For layers in turn.
-    """
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank, self._is_on = folder, rank, False
-        self._sent = self._come = 0
-
-    def come(self) -> None:
-        """Say that this rank waits, or launches; once for a layer that has copies."""
-        if self._is_on and self._come < self._sent:
-            self._come += 1
-            (self._folder / f"come-{self._rank}-{self._come}").touch()
-
-    def hold(self, patch: pytest.MonkeyPatch) -> None:
-        stream, wait, self._is_on = HostFabric.stream, HostFabric.wait_slots, True
-
-        def sent(*of: Any) -> None:
-            self._sent += 1
-            if self._rank == 0:
-                self._wait_for_others()
-            stream(*of)
-
-        def awaited(*of: Any) -> None:
-            self.come()
-            wait(*of)
-
-        patch.setattr(HostFabric, "stream", sent)
-        patch.setattr(HostFabric, "wait_slots", awaited)
-
-    def _wait_for_others(self) -> None:
-        for rank in range(1, NUM_RANKS):
-            while not (self._folder / f"come-{rank}-{self._sent}").exists():
-                time.sleep(0.001)
 
 
 def make_mistake(name: str, patch: pytest.MonkeyPatch) -> None:
@@ -312,6 +273,26 @@ def test_settings_that_do_not_go_with_it_are_refused(
     config.aux_output_config.enable_return_routed_experts = True
     with pytest.raises(UnsupportedError, match="drop --enable-return-routed-experts"):
         checks.check_settings(config, BalanceConfig())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "slots"),
+    [(72, 864, 16), (2, 1020, 2)],  # 2,016 of 2,048 in all; 512 on a rank
+)
+def test_experts_and_slots_fit_the_kernels_counters_before_loading(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, experts: int, slots: int
+) -> None:
+    _, config, _ = alone
+    replace_device(monkeypatch.setattr)
+    config.kernel_config.moe_backend = "deep_gemm_mega_moe"
+    config.scheduler_config.max_num_batched_tokens = 8192
+    config.parallel_config.data_parallel_size = ranks
+    config.model_config = SimpleNamespace(
+        get_num_experts=lambda: experts, max_model_len=8192, enable_sleep_mode=False
+    )
+    checks.check_settings(config, BalanceConfig(slots=slots))
+    with pytest.raises(UnsupportedError, match="use fewer --slots"):
+        checks.check_settings(config, BalanceConfig(slots=slots + 1))
 
 
 def test_formats_that_no_model_has_are_refused(alone: Any) -> None:
