@@ -83,6 +83,7 @@ WAYS = (
     Way("sglang", decode_in_graphs=True, slot_memory="shared"),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
+    Way("sglang", parallel="data", ranks=4, dispatch="deepep", experts_per_token=4),
 )
 
 
@@ -105,9 +106,9 @@ def main() -> None:
         report.run("vllm's experts", check_experts)
         report.run("vllm's experts in 4 bits (Marlin)", check_marlin)
     with tempfile.TemporaryDirectory() as folder:
-        asked: dict[tuple[str, str], tuple[Path, Path]] = {}
+        asked: dict[tuple[str, ...], tuple[Path, Path]] = {}
         for way in chosen:
-            model = way.dtype, way.format
+            model = way.dtype, way.format, str(way.experts_per_token)
             if model not in asked:
                 asked[model] = make_questions(Path(folder, "-".join(model)), way)
             report.run(way.name, check, *asked[model], way)
@@ -116,7 +117,8 @@ def main() -> None:
 
 def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
     """A model, and a file of prompts with their answers."""
-    spec = replace(tiny_qwen3(), head_dim=64, **way.sizes)  # 4 heads
+    own = {"head_dim": 64, "experts_per_token": way.experts_per_token, **way.sizes}  # 4 heads
+    spec = replace(tiny_qwen3(), **own)
     model, expected = make_model(folder / "model", spec), folder / "expected.json"
     plain = model
     if way.format:
