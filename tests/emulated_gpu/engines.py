@@ -47,9 +47,7 @@ WITH: dict[str, dict[str, Any]] = {  # flags of dispatches that need kernels of 
     "flashinfer_nvlink_one_sided": {"moe_backend": "flashinfer_cutlass"},
     "passthrough": {"moe_backend": "flashinfer_moe_ep_cutedsl"},  # which dispatches itself
     "deepep": {
-        "cuda_graph_backend_prefill": "breakable",  # SGLang's default; experts run beside them
-        "cuda_graph_bs_prefill": [8, 16, 24, 32, CHUNK // 4],
-        "deepep_mode": "normal",
+        "deepep_mode": "normal",  # with which SGLang captures no CUDA graphs
         "deepep_dispatcher_output_dtype": "bf16",
         "moe_runner_backend": "deep_gemm",
     },
@@ -78,7 +76,6 @@ class Way:
     def name(self) -> str:
         runner = f", V{self.runner} runner" if self.engine == "vllm" else ""
         batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
-        batches = "prefill in CUDA graphs" if self.dispatch == "deepep" else batches
         ways = f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
         ways += f", domains of {self.domain_size}" if self.domain_size else ""
         ways += ", shared slots" if self.slot_memory == "shared" else ""

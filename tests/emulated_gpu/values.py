@@ -83,7 +83,8 @@ WAYS = (
     Way("sglang", decode_in_graphs=True, slot_memory="shared"),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
-    Way("sglang", parallel="data", ranks=4, dispatch="deepep", experts_per_token=4),
+    Way("sglang", parallel="data", dispatch="deepep", mistakes=("slot", "id")),
+    Way("sglang", parallel="data", dispatch="deepep", ranks=4, experts_per_token=4),
 )
 
 
