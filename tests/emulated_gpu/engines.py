@@ -70,6 +70,7 @@ class Way:
     slot_memory: str = "auto"  # of each layer's own, because there is memory for them
     format: str = ""  # of experts, one of ``KERNELS``
     may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
+    prompts: int = 10
     experts_per_token: int = 2  # plans are as good as 2 %, of many assignments or few
 
     @property

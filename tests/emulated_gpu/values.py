@@ -58,8 +58,7 @@ from ultraep_serve.telemetry.reader import RingReader  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
-PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
-SIZES = PROMPTS, NEW_TOKENS
+FEWEST, MOST, NEW_TOKENS, WORDS = 30, 300, 16, (5, 900)
 POOL, FEWER_TOKENS = 60, 6  # from which those for bfloat16 are chosen
 LARGEST_IMBALANCE = 1.02
 FEWEST_RIGHT = 0.8  # of answers of experts in formats
@@ -84,7 +83,7 @@ WAYS = (
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
     Way("sglang", parallel="data", dispatch="deepep", mistakes=("slot", "id")),
-    Way("sglang", parallel="data", dispatch="deepep", ranks=4, experts_per_token=4),
+    Way("sglang", parallel="data", dispatch="deepep", ranks=4, prompts=14, experts_per_token=4),
 )
 
 
@@ -109,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked: dict[tuple[str, ...], tuple[Path, Path]] = {}
         for way in chosen:
-            model = way.dtype, way.format, str(way.experts_per_token)
+            model = way.dtype, way.format, f"{way.prompts}-{way.experts_per_token}"
             if model not in asked:
                 asked[model] = make_questions(Path(folder, "-".join(model)), way)
             report.run(way.name, check, *asked[model], way)
@@ -126,8 +125,10 @@ def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
         model = quantise(plain, folder / "quantised", way.format)
         plain = dequantise(model, folder / "dequantised", way.format)
     is_rounded = way.dtype != TYPE
-    answers = by_transformers(plain, *((POOL, FEWER_TOKENS) if is_rounded else SIZES))
-    decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
+    answers = by_transformers(
+        plain, *((POOL, FEWER_TOKENS) if is_rounded else (way.prompts, NEW_TOKENS))
+    )
+    decided = sorted(answers, key=lambda each: -each["margin"])[: way.prompts]
     expected.write_text(json.dumps(decided if is_rounded else answers))
     return model, expected
 
@@ -265,7 +266,7 @@ class Asked:
 def ask_as_rank(out: Path, model: str, expected: Path, run: Path, way: Way, rank: int) -> None:
     """Ask balanced, with mistakes, and off once all have come to that; write what was found."""
     asked = Asked(model, expected, run, way)
-    found: dict[str, Any] = {"answers": PROMPTS, "same_balanced": asked.same()}
+    found: dict[str, Any] = {"answers": way.prompts, "same_balanced": asked.same()}
     balanced = asked.answers
     wait_for_all(out, "asked", rank, way.processes)
     found |= asked.shown()
