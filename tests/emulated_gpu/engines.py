@@ -26,7 +26,6 @@ VLLM = {
 }
 SGLANG = {
     "device": "cuda",
-    "dtype": TYPE,
     "context_length": CONTEXT,
     "max_running_requests": MOST_SEQUENCES,
     "chunked_prefill_size": CHUNK,
@@ -44,9 +43,14 @@ KERNELS = {  # vLLM's --moe-backend, by the format of experts: those that have r
     **dict.fromkeys(("fp8", "fp8-tensor", "int8"), "triton"),
     **dict.fromkeys(("int4", "awq", "mxfp4", "nvfp4"), "marlin"),
 }
-WITH = {  # dispatches that have kernels of their own; the megakernel dispatches itself
-    "flashinfer_nvlink_one_sided": "flashinfer_cutlass",
-    "passthrough": "flashinfer_moe_ep_cutedsl",
+WITH: dict[str, dict[str, Any]] = {  # flags of dispatches that need kernels of their own
+    "flashinfer_nvlink_one_sided": {"moe_backend": "flashinfer_cutlass"},
+    "passthrough": {"moe_backend": "flashinfer_moe_ep_cutedsl"},  # which dispatches itself
+    "deepep": {
+        "deepep_mode": "normal",  # with which SGLang captures no CUDA graphs
+        "deepep_dispatcher_output_dtype": "bf16",
+        "moe_runner_backend": "deep_gemm",
+    },
 }
 Tokens = list[list[int]]  # of each prompt
 
@@ -66,6 +70,8 @@ class Way:
     slot_memory: str = "auto"  # of each layer's own, because there is memory for them
     format: str = ""  # of experts, one of ``KERNELS``
     may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
+    prompts: int = 10
+    experts_per_token: int = 2  # plans are as good as 2 %, of many assignments or few
 
     @property
     def name(self) -> str:
@@ -105,6 +111,7 @@ class Way:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
         if self.dispatch:
             own |= {DISPATCH: "1", "EP_DISABLE_GIN": "1"}  # the emulated NCCL has no GIN
+            own |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}  # nothing is to be compiled
         if self.processes > 1:
             return own | sharing(rank, port)
         return own | {"EMULATED_GPU_DEVICES": str(self.ranks)}
@@ -135,9 +142,9 @@ class _Vllm:
         if way.may_capture:
             own = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
         own["tensor_parallel_size"] = way.ranks if way.parallel == "tensor" else 1
+        own["moe_backend"] = KERNELS.get(way.format, "auto")
         if way.dispatch:
-            own["all2all_backend"] = way.dispatch
-        own["moe_backend"] = WITH.get(way.dispatch) or KERNELS.get(way.format, "auto")
+            own |= {"all2all_backend": way.dispatch, **WITH.get(way.dispatch, {})}
         own = {**VLLM, "dtype": way.dtype, **own, "additional_config": {"ultraep": settings}}
         self._engine = LLM(model, **own)
 
@@ -163,8 +170,10 @@ class _Sglang:
             own = {"disable_decode_cuda_graph": True}
         if way.parallel == "data":
             own |= {"dp_size": way.ranks, "enable_dp_attention": True}  # as its guides write it
-        own |= {"tp_size": way.ranks, "ep_size": way.ranks}
-        self._engine = sglang.Engine(model_path=model, **SGLANG, **own)
+        if way.dispatch:
+            own |= {"moe_a2a_backend": way.dispatch, **WITH[way.dispatch]}
+        own |= {"tp_size": way.ranks, "ep_size": way.ranks, "dtype": way.dtype}
+        self._engine = sglang.Engine(model_path=model, **(SGLANG | own))
 
     def generate(self, prompts: Tokens, number: int) -> Tokens:
         greedy = {"temperature": 0, "max_new_tokens": number, "ignore_eos": True}

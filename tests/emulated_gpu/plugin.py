@@ -31,8 +31,10 @@ def execute_kernels() -> None:
     interpret_kernels()
     if os.environ.get(DISPATCH):
         from tests.emulated_gpu.references.deep_ep import install_deep_ep
+        from tests.emulated_gpu.references.deep_gemm import install_deep_gemm
 
         install_deep_ep()
+        install_deep_gemm()
 
 
 def prepare_vllm() -> None:

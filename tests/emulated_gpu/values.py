@@ -60,7 +60,7 @@ from ultraep_serve.telemetry.reader import RingReader  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
-PROMPTS, FEWEST, MOST, NEW_TOKENS, WORDS = 10, 30, 300, 16, (5, 900)
+FEWEST, MOST, NEW_TOKENS, WORDS = 30, 300, 16, (5, 900)
 POOL, FEWER_TOKENS = 60, 6  # from which those are chosen that rounding does not change
 LARGEST_IMBALANCE = 1.02
 FEWEST_RIGHT = 0.8  # of answers of experts in 4 bits
@@ -90,6 +90,8 @@ WAYS = (
     Way("sglang", decode_in_graphs=True, slot_memory="shared"),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
+    Way("sglang", parallel="data", dispatch="deepep", mistakes=("slot", "id")),
+    Way("sglang", parallel="data", dispatch="deepep", ranks=4, prompts=14, experts_per_token=4),
 )
 
 
@@ -115,7 +117,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asked: dict[str, tuple[Path, Path]] = {}
         for way in chosen:
-            model = "-".join([way.dtype, way.format, *map(str, way.sizes.values())])
+            sizes = *way.sizes.values(), way.prompts, way.experts_per_token
+            model = "-".join([way.dtype, way.format, *map(str, sizes)])
             if model not in asked:
                 asked[model] = make_questions(Path(folder, model), way)
             report.run(way.name, check, *asked[model], way)
@@ -124,15 +127,16 @@ def main() -> None:
 
 def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
     """A model, and a file of prompts with their answers."""
-    spec = replace(tiny_qwen3(), head_dim=64, **way.sizes)  # 4 heads
+    own = {"head_dim": 64, "experts_per_token": way.experts_per_token, **way.sizes}  # 4 heads
+    spec = replace(tiny_qwen3(), **own)
     model, expected = make_model(folder / "model", spec), folder / "expected.json"
     plain = model
     if way.format:
         model = quantise(plain, folder / "quantised", way.format)
         plain = dequantise(model, folder / "dequantised", way.format)
-    sizes = (POOL, FEWER_TOKENS) if way.dispatch or way.format else (PROMPTS, NEW_TOKENS)
+    sizes = (POOL, FEWER_TOKENS) if way.dispatch or way.format else (way.prompts, NEW_TOKENS)
     answers = by_transformers(plain, *sizes, SCHEMES.get(way.format))
-    decided = sorted(answers, key=lambda each: -each["margin"])[:PROMPTS]
+    decided = sorted(answers, key=lambda each: -each["margin"])[: way.prompts]
     expected.write_text(json.dumps(decided))
     return model, expected
 
@@ -281,7 +285,7 @@ class Asked:
 def ask_as_rank(out: Path, model: str, expected: Path, run: Path, way: Way, rank: int) -> None:
     """Ask balanced, with mistakes, and off once all have come to that; write what was found."""
     asked = Asked(model, expected, run, way)
-    found: dict[str, Any] = {"answers": PROMPTS, "same_balanced": asked.same()}
+    found: dict[str, Any] = {"answers": way.prompts, "same_balanced": asked.same()}
     balanced = asked.answers
     wait_for_all(out, "asked", rank, way.processes)
     found |= asked.shown()

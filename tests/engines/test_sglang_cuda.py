@@ -1,6 +1,5 @@
 """The GPU side of the SGLang adapter, on SGLang's own objects; transports and kernels stand in."""
 
-import pkgutil
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ with warnings.catch_warnings():
         breakable_cuda_graph,
         enable_breakable_cuda_graph,
     )
-    from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
     from ultraep_serve.engines.sglang import hooks
@@ -85,7 +83,7 @@ def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, A
         costs=ALWAYS_PAYS,
     )
     own = hooks._SchedulerHooks(config)
-    in_registry(own)
+    fakes.in_registry(own, hooks.GATHER)
     model = torch.nn.ModuleList(layers)
     own.loaded(SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
     found: dict[str, Any] = {
@@ -111,23 +109,6 @@ def batches_of(changes: dict[str, Any]) -> list[str]:
     ]
 
 
-def in_registry(own: hooks._SchedulerHooks) -> None:
-    """SGLang's registry puts the hook in place, in place of that of the settings before."""
-    target, (hook, kind) = hooks.GATHER, own.by_target()[hooks.GATHER]
-    restore(target)
-    HookRegistry._hooks.pop(target, None)
-    HookRegistry._patched.discard(target)
-    HookRegistry.register(target, hook, kind)
-    HookRegistry.apply_hooks()
-    assert hooks._is_in_place(target, hook)
-
-
-def restore(target: str) -> None:
-    owner, name = target.rsplit(".", 1)
-    current = pkgutil.resolve_name(target)
-    setattr(pkgutil.resolve_name(owner), name, getattr(current, "__wrapped__", current))
-
-
 def run_batch(
     own: hooks._SchedulerHooks,
     layers: list[Any],
@@ -136,7 +117,7 @@ def run_batch(
     num_tokens: int,
 ) -> list[dict[str, Any]]:
     """One forward pass of this rank's ``num_tokens``, as its scheduler would run it."""
-    info = gather(mode, num_tokens)
+    info = fakes.gather(mode, num_tokens)
     batch = SimpleNamespace(
         forward_mode=mode,
         extend_num_tokens=num_tokens if mode is EXTEND else None,
@@ -151,25 +132,6 @@ def run_batch(
         run_layers, SimpleNamespace(is_draft_worker=False, model=torch.nn.ModuleList(layers)), batch
     )
     return found
-
-
-def gather(mode: ForwardMode, num_tokens: int) -> MLPSyncBatchInfo:
-    """SGLang's own exchange between schedulers."""
-    info = MLPSyncBatchInfo(
-        num_dp_ranks=NUM_RANKS,
-        tp_size=1,
-        cp_size=1,
-        num_tokens=num_tokens,
-        num_tokens_for_logprob=num_tokens,
-        can_run_decode_cuda_graph=False,
-        can_run_draft_cuda_graph=False,
-        can_run_prefill_cuda_graph=False,
-        is_extend_in_batch=mode.is_extend(),
-        local_can_run_tbo=False,
-        local_forward_mode=mode.value,
-    )
-    info.all_gather("cpu", dist.group.WORLD)
-    return info
 
 
 def run_layer(

@@ -364,7 +364,8 @@ def test_hooks_on_a_gpu_leave_its_kernels_alone_and_policy_off_all_of_sglang(
     assert targets == []
     hooks.install(BalanceConfig())
     assert set(targets) == {
-        hooks.END, hooks.LOAD, hooks.FORWARD, hooks.SCHEDULER, hooks.GATHER, hooks.REQUESTS
+        hooks.END, hooks.LOAD, hooks.FORWARD, hooks.LAUNCH, hooks.SCHEDULER, hooks.GATHER,
+        hooks.REQUESTS,
     }  # fmt: skip
 
 

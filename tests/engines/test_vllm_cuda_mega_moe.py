@@ -159,6 +159,26 @@ def test_settings_that_do_not_go_with_it_are_refused(
         checks.check_settings(config, BalanceConfig())
 
 
+@pytest.mark.parametrize(
+    ("ranks", "experts", "slots"),
+    [(72, 864, 16), (2, 1020, 2)],  # 2,016 of 2,048 in all; 512 on a rank
+)
+def test_experts_and_slots_fit_the_kernels_counters_before_loading(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, experts: int, slots: int
+) -> None:
+    _, config, _ = alone
+    replace_device(monkeypatch.setattr)
+    config.kernel_config.moe_backend = "deep_gemm_mega_moe"
+    config.scheduler_config.max_num_batched_tokens = 8192
+    config.parallel_config.data_parallel_size = ranks
+    config.model_config = SimpleNamespace(
+        get_num_experts=lambda: experts, max_model_len=8192, enable_sleep_mode=False
+    )
+    checks.check_settings(config, BalanceConfig(slots=slots))
+    with pytest.raises(UnsupportedError, match="use fewer --slots"):
+        checks.check_settings(config, BalanceConfig(slots=slots + 1))
+
+
 def test_formats_that_no_model_has_are_refused(alone: Any) -> None:
     layer, _, _ = alone
     checks.check_mega_moe(layer)

@@ -4,6 +4,7 @@ Everything else in these layers is SGLang's own: settings, layers, quantisation 
 configuration, dispatchers, the plugin registry.
 """
 
+import pkgutil
 import warnings
 from importlib import import_module
 from types import SimpleNamespace
@@ -36,6 +37,9 @@ with warnings.catch_warnings():
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4, modelopt_quant, mxfp4
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_context, get_parallel, get_resources
 
     from ultraep_serve.config import BalanceConfig
@@ -239,3 +243,39 @@ def _sum(
 def topk_of(batch: Batch) -> StandardTopKOutput:
     """The choices of ``batch`` as SGLang's router gives them."""
     return StandardTopKOutput(batch.weights, batch.ids, batch.weights)
+
+
+def in_registry(own: hooks._SchedulerHooks, target: str) -> None:
+    """SGLang's registry puts the hook in place, in place of that of the settings before."""
+    hook, kind = own.by_target()[target]
+    _restore(target)
+    HookRegistry._hooks.pop(target, None)
+    HookRegistry._patched.discard(target)
+    HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    assert hooks._is_in_place(target, hook)
+
+
+def _restore(target: str) -> None:
+    owner, name = target.rsplit(".", 1)
+    current = pkgutil.resolve_name(target)
+    setattr(pkgutil.resolve_name(owner), name, getattr(current, "__wrapped__", current))
+
+
+def gather(mode: ForwardMode, num_tokens: int) -> MLPSyncBatchInfo:
+    """SGLang's own exchange between schedulers."""
+    info = MLPSyncBatchInfo(
+        num_dp_ranks=SHAPE.num_ranks,
+        tp_size=1,
+        cp_size=1,
+        num_tokens=num_tokens,
+        num_tokens_for_logprob=num_tokens,
+        can_run_decode_cuda_graph=False,
+        can_run_draft_cuda_graph=False,
+        can_run_prefill_cuda_graph=False,
+        is_extend_in_batch=mode.is_extend(),
+        local_can_run_tbo=False,
+        local_forward_mode=mode.value,
+    )
+    info.all_gather("cpu", dist.group.WORLD)
+    return info

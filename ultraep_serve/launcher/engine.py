@@ -18,6 +18,10 @@ from ultraep_serve.system.files import parse_object, read_object
 
 PLUGIN_GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}  # entry points
 NO_LORA = "LoRA on experts is not there yet; drop --enable-lora"
+NO_MEASURED_SPEEDS = (
+    "a megakernel waits for other ranks within, so its time tells no rank's speed; "
+    "use --speeds equal, or numbers"
+)
 
 # An attribute's name (dots lead further inside); its valid value, several of them, or a function
 # that says whether a value is one; what is wrong with others and what to do, {value} being theirs.

@@ -110,13 +110,18 @@ class Buffer(_Exchange):
         return None, None, counts, None, None
 
     def dispatch(self, x: Rows, topk_idx: torch.Tensor, **call: Any) -> Any:
-        """Rows that have something to do here, once each, with local ids."""
+        """Rows that have something to do here, once each, with local ids.
+
+        Experts' numbers of rows are rounded up to whole ``expert_alignment``.
+        """
         num_experts, device = call["num_tokens_per_expert"].numel(), topk_idx.device
+        aligned = call.get("expert_alignment", 1)
         rows, local, weights, sources = self._received(
             x, topk_idx, call["topk_weights"], num_experts
         )
         minlength = num_experts // self.group_size
-        counts = torch.bincount(local[local >= 0], minlength=minlength).tolist()
+        counts = torch.bincount(local[local >= 0], minlength=minlength)
+        counts = (-(-counts // aligned) * aligned).tolist()
         received = tuple(part.to(device) for part in rows)
         handle = sources, len(topk_idx)
         given = received if isinstance(x, tuple) else received[0]

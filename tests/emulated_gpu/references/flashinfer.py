@@ -22,7 +22,13 @@ import torch
 
 from tests.emulated_gpu.references.deep_ep import RUBBISH, everywhere
 
-__all__ = ["MoeAlltoAll", "NVLinkOneSidedAlltoAll", "cutlass_fused_moe", "install_flashinfer"]
+__all__ = [
+    "MoeAlltoAll",
+    "NVLinkOneSidedAlltoAll",
+    "cutlass_fused_moe",
+    "install_flashinfer",
+    "put",
+]
 
 QuantFormat = Enum("QuantFormat", ["BF16", "FP16", "DeepSeekFp8", "MXFP8", "NVFP4"])
 # as vLLM names them
@@ -422,12 +428,12 @@ def _mapping(*_: Any, moe_ep_size: int, **__: Any) -> Any:
 
 def install_flashinfer() -> None:
     """Make what vLLM uses of ``flashinfer`` for this importable, and nothing else of it."""
-    _put("flashinfer")
-    _put("flashinfer.comm", Mapping=_mapping)
-    _put("flashinfer.comm.mnnvl", CommBackend=_Communicator, MnnvlConfig=_config)
-    _put("flashinfer.fused_moe", QuantFormat=QuantFormat, cutlass_fused_moe=cutlass_fused_moe)
-    _put("flashinfer.fused_moe.core", ActivationType=ActivationType)
-    _put(
+    put("flashinfer")
+    put("flashinfer.comm", Mapping=_mapping)
+    put("flashinfer.comm.mnnvl", CommBackend=_Communicator, MnnvlConfig=_config)
+    put("flashinfer.fused_moe", QuantFormat=QuantFormat, cutlass_fused_moe=cutlass_fused_moe)
+    put("flashinfer.fused_moe.core", ActivationType=ActivationType)
+    put(
         "flashinfer.moe_ep",
         **{
             each.__name__: each
@@ -442,7 +448,8 @@ def install_flashinfer() -> None:
     )
 
 
-def _put(name: str, **members: Any) -> None:
+def put(name: str, **members: Any) -> None:
+    """Make a module importable that has these members."""
     module: Any = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     vars(module).update(members)

@@ -43,6 +43,7 @@ def compute_sglang() -> None:
 
     REFERENCES["fused_moe_kernel"] = fused_moe_kernel
     REFERENCES["_router_triton_kernel"] = router_triton_kernel
+    REFERENCES.update(_fwd_kernel_ep_scatter_2=ep_scatter, _fwd_kernel_ep_gather=ep_gather)
     replace_operators("sgl_kernel", _OPERATORS, _LOOK_AT_NO_VALUES)
     for module, name, function in (
         (of_extend, "extend_attention_fwd", extend_attention),
@@ -66,7 +67,7 @@ class _Computed:
         return self._references.get(name) or refusing(f"{self._name}.{name}")
 
 
-# ---- a Triton kernel
+# ---- Triton kernels
 
 
 def router_triton_kernel(it: SimpleNamespace) -> bool:
@@ -78,6 +79,30 @@ def router_triton_kernel(it: SimpleNamespace) -> bool:
     weights, experts = likeliest(it.scores_ptr, it.K, it.RENORMALIZE)
     it.out_weights_ptr.copy_(weights)
     it.out_indices_ptr.copy_(experts)
+    return True
+
+
+def ep_scatter(it: SimpleNamespace) -> bool:
+    """Rows to behind those that their experts have; the interpreter fails, as at vLLM's sampler."""
+    if it.IS_FP8:
+        return False
+    local = it.recv_topk - it.expert_start
+    it.output_index.fill_(-1)
+    for expert in range(it.num_experts):
+        row, k = torch.nonzero(local == expert, as_tuple=True)
+        place = torch.arange(len(row)) + int(it.expert_start_loc[expert])
+        it.output_tensor[place] = it.recv_x[row]
+        it.output_index[row, k] = place.to(it.output_index)
+        it.expert_start_loc[expert] += len(row)
+    return True
+
+
+def ep_gather(it: SimpleNamespace) -> bool:
+    """Weighted sums of what each row's experts gave."""
+    meant = it.recv_topk_ids >= 0
+    given = it.input_tensor[it.input_index.masked_fill(~meant, 0).long()].float()
+    weighted = given.masked_fill(~meant[..., None], 0) * it.recv_topk_weight[..., None]
+    it.output_tensor.copy_(weighted.sum(1).to(it.output_tensor.dtype))
     return True
 
 

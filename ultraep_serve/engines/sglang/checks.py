@@ -7,14 +7,18 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.utils import should_use_flashinfer_cutlass_moe_fp4_allgather
+from sglang.srt.layers.moe.utils import (
+    get_moe_a2a_backend,
+    should_use_flashinfer_cutlass_moe_fp4_allgather,
+)
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.sglang.host import ACTIVATIONS
-from ultraep_serve.engines.sglang.quantised import wrong_kernel
+from ultraep_serve.engines.sglang.quantised import wrong_kernel, wrong_megakernel
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
-from ultraep_serve.launcher.engine import Requirement, unmet
+from ultraep_serve.launcher.engine import NO_MEASURED_SPEEDS, Requirement, unmet
 from ultraep_serve.launcher.sglang import ANYWHERE, ON_CPU, wrong_sizes
 from ultraep_serve.system.versions import SGLANG, NewerEngine
 
@@ -111,7 +115,11 @@ def check_cpu_execution(layer: FusedMoE) -> None:
 
 def check_device_execution(layer: FusedMoE) -> None:
     """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
-    if problem := _wrong_dispatch(layer) or wrong_kernel(layer):
+    if get_moe_a2a_backend().is_megamoe():
+        problem = wrong_megakernel(layer)
+    else:
+        problem = _wrong_dispatch(layer) or wrong_kernel(layer)
+    if problem is not None:
         raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
@@ -153,9 +161,9 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
 _ON_GPU: tuple[Requirement, ...] = (
     (
         "moe_a2a_backend",
-        ("none", "deepep"),
-        "this --moe-a2a-backend has not been verified, or is one kernel that sends and computes, "
-        "without slots (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
+        ("none", "deepep", "megamoe"),
+        "no dispatch through {value}, which has not been verified; "
+        "use --moe-a2a-backend none or deepep",
     ),
     ("attn_cp_size", 1, "context parallelism is not there yet; use --attn-cp-size 1"),
     ("moe_dp_size", 1, "--moe-dp-size is not there yet; use 1"),
@@ -194,6 +202,34 @@ def check_settings(settings: "ServerArgs") -> None:
         or (None if is_cpu() else _wrong_phases(settings))
     ):
         raise UnsupportedError(problem)
+
+
+def check_mega_moe(settings: "ServerArgs", config: BalanceConfig) -> None:
+    """Raise UnsupportedError for what keeps batches from a megakernel that balances them.
+
+    Models have larger ones than it takes computed in another way.
+    """
+    if settings.moe_a2a_backend != "megamoe":
+        return
+    chunk, most = settings.chunked_prefill_size or 0, most_tokens()
+    problem = None
+    if config.speeds == "auto":
+        problem = NO_MEASURED_SPEEDS
+    elif envs.SGLANG_OPT_DEEPGEMM_MEGA_GATE.get():
+        problem = "SGLANG_OPT_DEEPGEMM_MEGA_GATE gives ids to the megakernel itself; unset it"
+    elif not 0 < chunk <= most:
+        problem = (
+            f"the megakernel takes {most} tokens of a rank, and prefill may have more; choose a "
+            "smaller --chunked-prefill-size, or set "
+            "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
+        )
+    if problem is not None:
+        raise UnsupportedError(problem)
+
+
+def most_tokens() -> int:
+    """How many tokens of a rank a megakernel takes at once."""
+    return int(envs.SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK.get())
 
 
 def _wrong_phases(settings: "ServerArgs") -> str | None:

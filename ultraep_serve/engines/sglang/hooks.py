@@ -6,6 +6,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 REQUESTS = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
 
+LAUNCH = "sglang.srt.layers.moe.mega_moe.run_mega_routed_experts"
 DISPATCH = "sglang.srt.layers.moe.token_dispatcher.base.BaseDispatcher._dispatch_with_hook"
 
 # Of the functions whose parameters a hook tells apart by their order.
@@ -54,6 +56,9 @@ _PARAMETERS = {
     "split_forward_count",
     COMPUTE: "layer x topk_output moe_runner_config",
     DISPATCH: "self hidden_states topk_output",
+    LAUNCH: "experts hidden_states topk_ids topk_weights hidden_size intermediate_size top_k "
+    "num_tokens activation_clamp routed_scaling_factor activation num_shared_experts "
+    "shared_l1_weights shared_l2_weights routing_in_buffer",
     REQUESTS: "self recv_reqs",
 }
 
@@ -125,6 +130,8 @@ class _SchedulerHooks:
             hooks[FORWARD] = (self.forward, HookType.AROUND)
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
             hooks[REQUESTS] = (self.requests_processed, HookType.AFTER)
+            if not is_cpu():
+                hooks[LAUNCH] = (self.launch, HookType.AROUND)
         return hooks
 
     @repeated_at_exit()
@@ -139,7 +146,9 @@ class _SchedulerHooks:
         if self._is_to_balance(runner):
             with self._may_serve_plainly():
                 check_hooked_functions()
-                checks.check_settings(resolving_view(runner.server_args))
+                settings = resolving_view(runner.server_args)
+                checks.check_settings(settings)
+                checks.check_mega_moe(settings, self._config)
                 require_large_batches(self._config, largest_batch())
         original(runner)
         self.loaded(runner)
@@ -214,6 +223,18 @@ class _SchedulerHooks:
                 "through its dispatcher",
                 otherwise=POLICY_OFF,
             )
+
+    def launch(
+        self, original: Callable[..., torch.Tensor], experts: FusedMoE, *rest: Any, **named: Any
+    ) -> torch.Tensor:
+        """Balance a layer that the megakernel computes, and no draft model's.
+
+        Target: ``mega_moe.run_mega_routed_experts``, by which models launch it. AROUND. Remove when
+        they call it through a dispatcher.
+        """
+        stage = None if self._flow is None else self._flow.launches.get(experts)
+        call = original if stage is None else partial(stage.launch, original)
+        return call(experts, *rest, **named)
 
     def compute(
         self,

@@ -43,6 +43,7 @@ from ultraep_serve.engines.sglang.checks import (
     check_layer,
 )
 from ultraep_serve.engines.sglang.host import HostDispatcher
+from ultraep_serve.engines.sglang.mega_moe import MegaMoe
 from ultraep_serve.engines.sglang.quantised import shared_values
 from ultraep_serve.engines.sglang.stage import PrefillTokens, SglangFlow, balance_dispatch
 from ultraep_serve.errors import UnsupportedError
@@ -66,7 +67,9 @@ def balance(
     zero_experts = bool(getattr(getattr(model, "config", None), "zero_expert_num", 0))
     flow = SglangFlow(tokens, has_zero_experts=zero_experts)
     own = EngineRank("sglang", loaded.weights[0].layer.moe_ep_rank, group)
-    return start_balancing(config, _Layers(config, flow, group), loaded, own, flow), flow
+    is_mega = get_moe_a2a_backend().is_megamoe()
+    execution = MegaMoe(model, flow) if is_mega else _Layers(config, flow, group)
+    return start_balancing(config, execution, loaded, own, flow), flow
 
 
 def _described(config: BalanceConfig, model: nn.Module) -> LoadedLayers[FusedMoE]:
@@ -207,9 +210,10 @@ def _view_of(layer: FusedMoE) -> TokenView:
     """Return whose tokens the ranks of ``layer`` see.
 
     Without a dispatcher of its own every rank has all tokens, with attention data parallelism too:
-    SGLang gathers them before the layer.
+    SGLang gathers them before the layer. A megakernel dispatches itself.
     """
-    shared = isinstance(layer.dispatcher, StandardDispatcher)
+    is_mega = get_moe_a2a_backend().is_megamoe()
+    shared = isinstance(layer.dispatcher, StandardDispatcher) and not is_mega
     return TokenView.SHARED if shared else TokenView.OWN
 
 

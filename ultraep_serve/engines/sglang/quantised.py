@@ -31,6 +31,8 @@ _RUNNERS: dict[str, tuple[str, ...]] = {
     "CompressedTensorsW8A8Fp8MoE": ("triton",),
     "CompressedTensorsWNA16MoE": ("marlin",),
 }
+# Those whose tensors are also in the megakernel's order, expert by expert.
+_MEGAKERNEL = ("Fp8MoEMethod", "ModelOptNvFp4FusedMoEMethod")
 _ROUTING = ("flashinfer_trtllm", "flashinfer_mxfp4")  # inside the kernel
 
 
@@ -53,6 +55,14 @@ def wrong_kernel(layer: FusedMoE) -> str | None:
         f"MoE runner {found} {reason} with {type(owner).__name__}; "
         f"use --moe-runner-backend {' or '.join(accepted)}"
     )
+
+
+def wrong_megakernel(layer: FusedMoE) -> str | None:
+    """As ``wrong_kernel``, with --moe-a2a-backend megamoe."""
+    name = type(_owner(layer)).__name__
+    if name in _MEGAKERNEL and layer._mega_moe_weights_built:
+        return None
+    return f"the megakernel has not been verified with {name}; use --moe-a2a-backend deepep or none"
 
 
 def shared_values(layer: FusedMoE) -> SharedValues:

