@@ -121,6 +121,7 @@ def _of_run(held: Held) -> Iterator[Metric]:
         *labels,
     )
     yield _counter("replicas", "Replicas that computed, over all ranks.", header.replicas)
+    yield _counter("copied_experts", "Experts copied to replicas, over all ranks.", header.copied)
     yield InfoMetricFamily(
         "ultraep_policy",
         "The policy in force, the engine and how its ranks share the work.",

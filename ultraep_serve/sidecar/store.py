@@ -292,4 +292,5 @@ def _of_all_stages(headers: Sequence[RingHeader], policy: Policy | None) -> Ring
         num_layers=sum(header.num_layers for header in headers),
         layers=tuple(map(sum, zip(*(header.layers for header in headers), strict=True))),
         replicas=sum(header.replicas for header in headers),
+        copied=sum(header.copied for header in headers),
     )

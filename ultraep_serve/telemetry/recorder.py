@@ -240,6 +240,7 @@ class Recorder:
             words[_WORD.layers + decision] += number
         for word in ("replicas", "bytes_sent", "bytes_received"):
             words[getattr(_WORD, word)] += int(stored[word].sum())
+        words[_WORD.copied] += int(np.count_nonzero(stored["is_copied"]))
         for place, time_ns in enumerate(stored["stage_ns"].sum(axis=0).tolist(), _WORD.stage_ns):
             words[place] += time_ns
         words[_WORD.policy] = int(stored["policy"][-1])

@@ -115,6 +115,7 @@ class RingHeader:
     bytes_sent: _Count
     bytes_received: _Count
     replicas: _Count
+    copied: _Count
     stage_ns: Annotated[tuple[int, ...], "<u8", len(Stage)]
     verified_layers: _ByCheck  # layers of batches that were checked
     verification_failures: _ByCheck
