@@ -89,7 +89,11 @@ BAD = [
     *((*PAYS, flag, DIGITS) for flag in ("--domain-size", "--limit")),
     *(
         (*command, flag, f"http://127.0.0.1:{port}")
-        for command, flag in ((BENCH, "--url"), (BENCH, "--sidecar"))
+        for command, flag in (
+            (BENCH, "--url"),
+            (BENCH, "--sidecar"),
+            (("status",), "--url"),
+        )
         for port in ("-1", "0", "65536", HUGE, DIGITS)
     ),
     *(

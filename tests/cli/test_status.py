@@ -5,16 +5,20 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 import ultraep_serve
+from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
 from ultraep_serve.cli import main
 from ultraep_serve.cli import status as command
-from ultraep_serve.errors import NoServerError
+from ultraep_serve.errors import ConfigError, NoServerError
+from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.sidecar.status import status
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.ring import RingState
@@ -125,23 +129,60 @@ def test_watching_ends_with_ctrl_c(
     assert "✔ ready" in capsys.readouterr().out
 
 
-def test_a_terminal_obeys_nothing_of_a_server(
-    tmp_path: Path,
-    planned_run: SyntheticRun,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[str]:
+    """The address of a sidecar."""
+    with serving(create_app(tmp_path, None)) as url:
+        yield url
+
+
+def test_a_sidecar_elsewhere(
+    tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--url", remote]) == 1
+    assert "no ring can be read" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(NoServerError, match="no ring can be read"):
+        status(url=remote)
+    run = SyntheticRun(tmp_path, TWO_RANKS, 2)
+    run.batch()
+    assert main(["status", "--url", remote]) == 0
+    assert remote in capsys.readouterr().out
+    assert main(["status", "--json", "--url", f"{remote}/"]) == 0
+    here, there = status(run_dir=tmp_path), capsys.readouterr().out
+    assert without_ages(there) == without_ages(json.dumps(here))
+    run.close()
+
+
+def test_a_terminal_obeys_nothing_of_a_sidecar_elsewhere(
+    tmp_path: Path, planned_run: SyntheticRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     obeyed = "\x1b]0;title\x07\x9b2J\u202e"
     reasons = {"ready": False, "status": "not ready", "reasons": {"0": f"failed{obeyed}"}}
     balance = {**status(run_dir=tmp_path), "engine": obeyed, **reasons}
-    monkeypatch.setattr(command, "status_now", lambda _: balance)
-    for words in (["status"], ["status", "--json"]):
-        assert main([*words, "--run-dir", str(tmp_path)]) == 1
-        shown = capsys.readouterr().out
-        assert not set(obeyed) - set("]0;title2J") & set(shown)
-        assert "]0;title" in shown
+    other = FastAPI()
+    other.get("/v1/balance")(lambda: balance)
+    with serving(other) as url:
+        for words in (["status"], ["status", "--json"]):
+            assert main([*words, "--url", url]) == 1
+            shown = capsys.readouterr().out
+            assert not set(obeyed) - set("]0;title2J") & set(shown)
+            assert "]0;title" in shown
     assert main(["status", "--run-dir", f"{tmp_path}/{obeyed}"]) == 2
     assert not set("\x1b\x9b\x07") & set(capsys.readouterr().err)
+
+
+def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> None:
+    other = FastAPI()
+    other.get("/{path:path}")(lambda: {"status": "ok"})
+    with serving(other) as url:
+        assert main(["status", "--url", url]) == 2
+    assert "is this the address of a sidecar" in capsys.readouterr().err
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 2
+    assert "--url" in capsys.readouterr().err
+    with pytest.raises(NoServerError, match="cannot be reached"):
+        status(url="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        status(url="nowhere")
 
 
 def test_it_needs_numpy_and_rich_only(tmp_path: Path, planned_run: SyntheticRun) -> None:

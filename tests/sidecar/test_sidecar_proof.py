@@ -9,8 +9,7 @@ from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, SkewedRun, samples
 from ultraep_serve.cli import main
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.sidecar.status import status_now
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.status import status_reader
 from ultraep_serve.telemetry.ring import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import CheckResult, VerificationCheck
@@ -120,5 +119,5 @@ def test_status_says_it(
     shown = " ".join(capsys.readouterr().out.split())
     assert "switched itself off" in shown
     assert "verified 3 layers, 1 failed" in shown
-    document = status_now(RunStore(tmp_path))
+    document = status_reader(run_dir=tmp_path)().document
     assert document["verification"]["switched_off"]

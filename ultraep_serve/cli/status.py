@@ -15,10 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ultraep_serve.cli import printable
-from ultraep_serve.sidecar.status import status_now
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.settings import Settings
-from ultraep_serve.telemetry.run_directory import find_run
 
 _REFRESH_SECONDS = 1.0
 _BAR_CELLS = 24
@@ -40,6 +38,11 @@ class StatusFlags(Settings):
         description="the server with this run directory",
         json_schema_extra={"metavar": "DIR"},
     )
+    url: str | None = Field(
+        default=None,
+        description="the server whose sidecar is at this address",
+        json_schema_extra={"metavar": "URL"},
+    )
     as_json: bool = Field(
         default=False,
         validation_alias="json",
@@ -49,8 +52,8 @@ class StatusFlags(Settings):
 
     @model_validator(mode="after")
     def _one_server(self) -> "StatusFlags":
-        if self.port is not None and self.run_dir is not None:
-            raise ValueError("--port and --run-dir exclude each other: give one of them")
+        if sum(given is not None for given in (self.port, self.run_dir, self.url)) > 1:
+            raise ValueError("--port, --run-dir and --url exclude each other: give one of them")
         return self
 
 
@@ -67,34 +70,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 0 when the server is ready, else 1. Raises NoServerError."""
     flags = StatusFlags.from_flags(arguments)
-    path = find_run(flags.run_dir, flags.port)
-    store = RunStore(path)
-    document = status_now(store)
-    with _output(flags, path) as show, contextlib.suppress(KeyboardInterrupt):
-        show(document)
+    read = status_reader(flags.port, flags.run_dir, flags.url)
+    found = read()
+    with _output(flags) as show, contextlib.suppress(KeyboardInterrupt):
+        show(found)
         while flags.watch:
             time.sleep(_REFRESH_SECONDS)
-            document = status_now(store)
-            show(document)
-    return 0 if document["ready"] else 1
+            found = read()
+            show(found)
+    return 0 if found.document["ready"] else 1
 
 
 @contextlib.contextmanager
-def _output(flags: StatusFlags, path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
     if flags.as_json:
-        yield lambda document: print(json.dumps(document, separators=(",", ":")), flush=True)
+        yield lambda found: print(json.dumps(found.document, separators=(",", ":")), flush=True)
     elif flags.watch:
         with Live(auto_refresh=False) as live:
-            yield lambda document: live.update(status_view(document, path), refresh=True)
+            yield lambda found: live.update(status_view(found), refresh=True)
     else:
-        yield lambda document: Console().print(status_view(document, path))
+        yield lambda found: Console().print(status_view(found))
 
 
-def status_view(found: dict[str, Any], path: Path) -> RenderableType:
+def status_view(found: ServerStatus) -> RenderableType:
     """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank."""
-    document, where = printable(found), Text(printable(str(path)), style="dim")
+    document = printable(found.document)
     if "engine" not in document:  # unbalanced, or no rank has joined yet
-        return Group(_state(document), where)
+        return Group(_state(document), Text(found.where, style="dim"))
     about = (
         f"{document['engine']}, {document['mode']} parallel, {document['num_ranks']} ranks, "
         f"policy {document['policy'] or 'not known yet'}"
@@ -109,6 +111,7 @@ def status_view(found: dict[str, Any], path: Path) -> RenderableType:
     figures.add_row("copies", _copies(document["replicas"]))
     figures.add_row("proof", _proof(document))
     title = Text(about, style="bold")
+    where = Text(found.where, style="dim")
     of_ranks = Group(Text(_OF_RANKS, style="dim"), _ranks(document))
     return Group(_state(document), title, where, Text(), figures, Text(), of_ranks)
 

@@ -1,18 +1,17 @@
 """What is to be served, or runs: its model and flags, its ranks on hosts, and how it answers."""
 
 import ssl
+from collections.abc import Callable
 from contextlib import closing
 from http import HTTPStatus
 from http.client import BadStatusLine, HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
 
 from ultraep_serve.config import SidecarSettings
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.errors import NoServerError, UnsupportedError
 from ultraep_serve.launcher.engine import count_experts
-from ultraep_serve.sidecar.status import status_now
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.status import ServerStatus, status_reader
 from ultraep_serve.system.listeners import listening_addresses
 from ultraep_serve.system.machine import address_of
 from ultraep_serve.system.topology import locate
@@ -79,7 +78,7 @@ def check_server(subject: Subject) -> list[Finding]:
     process = process_of_run(path)
     hosts = listening_addresses(port, process) if process else []
     engine = [_engine_health(host, port) for host in hosts]
-    return [*engine, _readiness(status_now(RunStore(path))), *_sidecar_health(path)]
+    return [*engine, _readiness(status_reader(run_dir=path)), *_sidecar_health(path)]
 
 
 def _engine_health(host: str, port: int) -> Finding:
@@ -147,8 +146,8 @@ def _status(connection: HTTPConnection, path: str) -> int:
         return connection.getresponse().status
 
 
-def _readiness(found: dict[str, Any]) -> Finding:
-    name = "balancing"
+def _readiness(read: Callable[[], ServerStatus]) -> Finding:
+    name, found = "balancing", read().document
     shown = "; ".join(f"{rank}: {reason}" for rank, reason in found["reasons"].items())
     if not found["ready"]:
         remedy = "read the engine's log for that rank; restart the server"
