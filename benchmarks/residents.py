@@ -69,7 +69,7 @@ TOKENS = (256, 1024, 8192)  # of each rank
 COMPARED = ((8, "h200", 8192), (64, "gb200", 8192))  # where the others place experts too
 SIZES = tuple(1 << power for power in range(3, 15))  # where pays_from is looked for
 # Of a plan that looks for copies beside those that stay: instructions of its longest warp by those
-# of a fresh plan (docs/dev/ptx.md), by ranks at most.
+# of a fresh plan (plan-lengths.json), by ranks at most.
 LOOKING = ((8, 1.6), (16, 1.6), (64, 3.9))
 BATCHES, SKIPPED, HISTORY, SLOTS, WINDOW = 32, 8, 8, 2, 1000
 PER_LAYER, SHARED = "staying", "afresh"

@@ -16,6 +16,7 @@ from ultraep_kernels import contract
 from ultraep_kernels.contract import Prices
 from ultraep_kernels.device._plan_attempt import NOBODY, at
 from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
+from ultraep_kernels.device._plan_level import level, speeds_in
 from ultraep_kernels.device._plan_times import FULL, busiest, least_time
 from ultraep_kernels.device._signals import put
 from ultraep_kernels.device.reroute import every_32nd
@@ -30,7 +31,6 @@ _SHIFT = tl.constexpr(contract.AVERAGE_SHIFT)
 _SOON, _LATER = tl.constexpr(contract.SOON_BATCHES), tl.constexpr(contract.LATER_BATCHES)
 _SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(contract.SPLIT_SWEEPS), tl.constexpr(contract.STEP_SWEEPS)
 _STEPS = tl.constexpr(contract.MOST_NEW_COPIES)
-_PROGRESS = tl.constexpr(contract.PROGRESS_SHIFT)
 _AT_ONCE = tl.constexpr(128)  # experts, or slots
 _FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
@@ -184,8 +184,8 @@ def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
             now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
             second = kept.left + SIZES.num_experts, kept.placed + NUM_WORDS
             other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
-            now_load = _level(0, now_load, attempts, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
-            other_load = _level(1, other_load, attempts, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
+            now_load = level(0, now_load, attempts, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
+            other_load = level(1, other_load, attempts, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
             time, after = busiest(now_load, speeds), busiest(other_load, speeds)
             cost = _total(time, after, kept, state_ptr, SIZES)
             if cost < best:
@@ -281,13 +281,6 @@ def decide(time, gate, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 
 
 @triton.jit
-def speeds_in(attempts, SIZES: tl.constexpr):
-    """(R,) int32; FULL_SPEED where there is no rank."""
-    ranks = every_32nd(SIZES.block_all_ranks)
-    return tl.load(attempts.ranks + ranks * 2 + 1, mask=ranks < SIZES.num_ranks, other=FULL)
-
-
-@triton.jit
 def _goal(rank_load, speeds, SIZES: tl.constexpr):
     """As the survey's: a time, of ranks with ``rank_load`` and every expert at home."""
     ranks = every_32nd(SIZES.block_all_ranks)
@@ -325,74 +318,7 @@ def _split(
         tl.store(placed_ptr + places * 2, held, mask=places < NUM_PLACES)
         tl.store(placed_ptr + places * 2 + 1, held * 0, mask=places < NUM_PLACES)
     tl.debug_barrier()
-    return _level(number, home, attempts, goal, kept, _SWEEPS, SIZES)
-
-
-@triton.jit
-def _level(number, rank_load, attempts, goal, kept, SWEEPS: tl.constexpr, SIZES: tl.constexpr):
-    """rank_load (R,) after at most so many sweeps, one slot of all ranks at a time."""
-    left_ptr = kept.left + number * SIZES.num_experts
-    placed_ptr = kept.placed + number * (2 * SIZES.num_ranks * SIZES.num_slots)
-    load_ptr = kept.loads + number * SIZES.num_ranks
-    ranks = every_32nd(SIZES.block_all_ranks)
-    exists = ranks < SIZES.num_ranks
-    speeds = speeds_in(attempts, SIZES)
-    fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
-    is_even = fastest == tl.min(tl.where(exists, speeds, fastest), axis=0)
-    weights = tl.where(is_even, 1, speeds)
-    tl.store(load_ptr + ranks, rank_load, mask=exists)
-    tl.debug_barrier()
-    time = busiest(rank_load, speeds)
-    least = goal >> _PROGRESS
-    gained = time * 0 + least
-    sweep = tl.full((), 0, tl.int32)
-    while (sweep < SWEEPS) & (time > goal) & (gained >= least):
-        sweep += 1
-        for slot in range(0, SIZES.num_slots):
-            tl.store(kept.pulled + ranks, ranks * 0, mask=exists)
-            tl.store(kept.given + ranks, ranks * 0, mask=exists)
-            pair_ptr = placed_ptr + (slot * SIZES.num_ranks + ranks) * 2
-            expert = tl.load(pair_ptr, mask=exists, other=-1)
-            has = expert >= 0
-            expert = tl.maximum(expert, 0)
-            master = expert // SIZES.num_masters
-            quota = tl.load(pair_ptr + 1, mask=has, other=0)
-            own = tl.load(left_ptr + expert, mask=has, other=0)
-            here = tl.load(load_ptr + ranks, mask=has, other=0)
-            there = tl.load(load_ptr + master, mask=has, other=0)
-            weight = tl.load(attempts.ranks + master * 2 + 1, mask=has, other=1)
-            weight = tl.where(is_even, 1, weight)
-            surplus = there.to(tl.int64) * weights - here.to(tl.int64) * weight
-            gives = surplus > 0
-            most = tl.where(gives, own, quota)
-            moves = has & (most > 0)
-            tl.debug_barrier()
-            for_master = kept.pulled + master
-            tl.atomic_add(for_master, weights, mask=moves, sem="relaxed", scope="cta")
-            tl.atomic_add(kept.pulled + ranks, weight, mask=moves, sem="relaxed", scope="cta")
-            is_given = kept.given + master
-            tl.atomic_add(is_given, ranks * 0 + 1, mask=moves & gives, sem="relaxed", scope="cta")
-            tl.debug_barrier()
-            both = tl.load(for_master, mask=moves, other=0) - tl.minimum(weights, weight)
-            both += tl.load(kept.pulled + ranks, mask=moves, other=0)
-            both = tl.maximum(both, weights + weight)
-            if is_even:
-                amount = (tl.abs(surplus).to(tl.uint32) // both.to(tl.uint32)).to(tl.int32)
-            else:
-                amount = (tl.abs(surplus) // both).to(tl.int32)
-            shared = tl.load(is_given, mask=moves & gives, other=1).to(tl.uint32)
-            most = (most.to(tl.uint32) // tl.maximum(shared, 1)).to(tl.int32)
-            amount = tl.minimum(amount, most)
-            amount = tl.where(moves, tl.where(gives, amount, -amount), 0)
-            tl.store(pair_ptr + 1, quota + amount, mask=has)
-            tl.atomic_add(left_ptr + expert, -amount, mask=moves, sem="relaxed", scope="cta")
-            tl.atomic_add(load_ptr + master, -amount, mask=moves, sem="relaxed", scope="cta")
-            tl.atomic_add(load_ptr + ranks, amount, mask=moves, sem="relaxed", scope="cta")
-            tl.debug_barrier()
-        before = time
-        time = busiest(tl.load(load_ptr + ranks, mask=exists, other=0), speeds)
-        gained = before - time
-    return tl.load(load_ptr + ranks, mask=exists, other=0)
+    return level(number, home, attempts, goal, kept, _SWEEPS, SIZES)
 
 
 @triton.jit
