@@ -92,5 +92,5 @@ def balanced(on_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Ca
     """The same, balancing switched on."""
     from tests.support.vllm_gpu import NUM_SLOTS, configure
 
-    configure(monkeypatch.setenv, slots=NUM_SLOTS, run_dir="/dev/null")
+    configure(monkeypatch.setenv, slots=NUM_SLOTS)
     return on_gpu

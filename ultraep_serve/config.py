@@ -166,12 +166,6 @@ class BalanceConfig(Settings):
         "none; `ultraep-serve` asks for one)",
         json_schema_extra={"flag": False},
     )
-    run_dir: str = Field(
-        default="",
-        description="directory in shared memory where ranks and sidecar find each other "
-        "(default: ranks make one)",
-        json_schema_extra={"flag": False},
-    )
 
     @model_validator(mode="after")
     def _other_answers_are_asked_for(self) -> "BalanceConfig":

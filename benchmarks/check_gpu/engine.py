@@ -2,7 +2,7 @@
 
 engine.py FOUND                                  starts the last one, once per way to run batches
 engine.py FOUND FORMAT ...                       once per format of experts
-engine.py rank OUT MODEL RUN_DIR WAY RANK RANKS  one process of it
+engine.py rank OUT MODEL WAY RANK RANKS          one process of it
 
 With two GPUs, or on CPU, two tensor-parallel ranks. On one GPU two data-parallel ranks share it:
 each is a vLLM of its own, and NCCL, which refuses ranks on one GPU, is told that they are on two
@@ -32,6 +32,7 @@ from tests.support.ways_to_start import ENVIRONMENT, SETTINGS, VLLM, balanced_la
 from ultraep_lab.demo.models import make_model  # noqa: E402
 from ultraep_lab.this_machine import free_port  # noqa: E402
 from ultraep_serve.telemetry.control import ControlPage  # noqa: E402
+from ultraep_serve.telemetry.run_directory import find_run  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 RANKS = 2
@@ -65,7 +66,6 @@ def main() -> None:
     sys.exit(not report.all_passed)
 
 
-SHM = "/dev/shm"
 # what is imported here asks CUDA for its devices, after which processes may not be forked
 NOT_FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
@@ -74,14 +74,14 @@ def ask_both(model: Path, way: str) -> dict[str, Any]:
     """Answers with balancing on and off, and how loads were balanced."""
     shares_gpu = torch.cuda.device_count() == 1
     processes = RANKS if shares_gpu else 1
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHM) as run_path:
+    with tempfile.TemporaryDirectory() as folder:
         master, started = free_port(), []
         for rank in range(processes):
             environment = {**os.environ, **ENVIRONMENT, **NOT_FORKED}
             if shares_gpu:
                 environment |= sharing(rank, master)
             out = Path(folder, f"{rank}.json")
-            arguments = [model, run_path, way, rank, processes]
+            arguments = [model, way, rank, processes]
             command = [sys.executable, __file__, "rank", out, *arguments]
             started.append(subprocess.Popen([*map(str, command)], env=environment))
         limit = SECONDS if torch.cuda.is_available() and not EMULATED else SECONDS_ON_CPU
@@ -123,7 +123,7 @@ def sharing(rank: int, master: int) -> dict[str, str]:
     }
 
 
-def ask_as_rank(out: Path, model: str, run_path: Path, way: str, rank: int, ranks: int) -> None:
+def ask_as_rank(out: Path, model: str, way: str, rank: int, ranks: int) -> None:
     """Ask with balancing on, and off once all have asked; write both."""
     from vllm import LLM, SamplingParams
 
@@ -134,8 +134,8 @@ def ask_as_rank(out: Path, model: str, run_path: Path, way: str, rank: int, rank
             settings |= {"enforce_eager": False, "compilation_config": GRAPHS}
     if ranks > 1:
         settings["tensor_parallel_size"] = 1
-    own = {"ultraep": {**SETTINGS, "run_dir": str(run_path)}}
-    engine = LLM(model, **settings, additional_config=own)
+    engine = LLM(model, **settings, additional_config={"ultraep": SETTINGS})
+    run_path = find_run()
     greedy = SamplingParams(temperature=0, max_tokens=16)
 
     def ask() -> list[str]:
@@ -162,7 +162,7 @@ def wait_for_all(out: Path, what: str, rank: int, ranks: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        given, name, folder, chosen, number, count = sys.argv[2:]
-        ask_as_rank(Path(given), name, Path(folder), chosen, int(number), int(count))
+        given, name, chosen, number, count = sys.argv[2:]
+        ask_as_rank(Path(given), name, chosen, int(number), int(count))
     else:
         main()

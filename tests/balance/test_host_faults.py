@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from tests.support.hosts import engine_group, host_path
+from tests.support.hosts import engine_group, host_path, meet_in
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
 from tests.support.ranks import RankOutcome, fresh_run_path, outcomes_of_ranks
-from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup
+from ultraep_serve.balance.collectives import DeviceAllGather
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
@@ -86,14 +86,16 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
     """Batches until a rank is lost, or all are asked to stop; ``size`` ranks to a host."""
     num_ranks = size if hosts is None else 2 * size
     is_victim = rank == num_ranks - 1
-    location, group = Location(rank, num_ranks, size, size), None
+    location = Location(rank, num_ranks, size, size)
     if hosts is not None:
         enter_network(hosts.names[rank // size])
         os.environ["GLOO_SOCKET_IFNAME"] = hosts.link
-        plain = engine_group(run_path, rank, num_ranks)
+    group = engine_group(run_path, rank, num_ranks)
+    if hosts is not None:
         store = TCPStore(hosts.addresses[0], PORT, is_master=rank == 0, wait_for_workers=False)
-        group = EngineGroup(plain.on_host, plain.on_device, store)
+        group = replace(group, store=store)
     home = host_path(run_path, location)
+    meet_in(home)
 
     def strike() -> None:
         fault.strike(run_path, hosts)
@@ -104,9 +106,7 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
         time.sleep(assignments * 1e-6)
 
     costs = "" if fault.when == "load" else GIVEN.to_json()
-    config = BalanceConfig(
-        min_batch_tokens=8, run_dir=str(home), timeout_seconds=TIMEOUT, costs=costs
-    )
+    config = BalanceConfig(min_batch_tokens=8, timeout_seconds=TIMEOUT, costs=costs)
     shape = ExpertShape(num_ranks, 2 * num_ranks, 1)
     layer = [torch.nn.Parameter(torch.full((2, 300), 1.0 + rank), False)]
     with pytest.MonkeyPatch.context() as patch:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.support.faults import FAULTS, Fault, Rank
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import run_ranks
-from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.group import BalancedLayers
@@ -47,20 +47,16 @@ class SampledRank:
         factor: float = 1.0,
         **settings: Any,
     ) -> None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
-        )
+        own = EngineRank("test", rank, engine_group(run_path, rank, shape.num_ranks))
+        meet_in(run_path)
         self.rank, self.view, self.shape, self.batches = rank, view, shape, 0
         self.state: Any = None  # until the self-check has ended
         self.layers = [self._experts(layer, dtype, factor) for layer in range(LAYERS)]
         defaults = {"costs": COSTS, "timeout_seconds": 30, "min_batch_tokens": 8}
-        settings = {**defaults, "run_dir": str(run_path), "self_check": "off", **settings}
-        config = BalanceConfig(**settings)
+        config = BalanceConfig(**{**defaults, "self_check": "off", **settings})
         seed = rank if view is TokenView.OWN else 0
         kind = torch.float32 if dtype is torch.int8 else dtype
         answers = Answers(self.compute, 4, HIDDEN, kind, torch.device("cpu"), seed)
-        group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
-        own = EngineRank("test", rank, group)
         layers = MovableLayers(self.layers, shape, view, lambda _: None, answers)
         self.joined = BalancedLayers(config, own, layers)
         self.state = Rank(self.joined.balancer, shape, lambda _: None)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ultraep_kernels.contract import Plan
 
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
@@ -192,10 +193,9 @@ def join(
 
     ``of_float16``: the engine computes in float16, and weights are so many times as large.
     """
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
-    )
-    config = BalanceConfig(run_dir=str(run_path), costs=COSTS, self_check=how, timeout_seconds=30)
+    own = EngineRank("test", rank, engine_group(run_path, rank, shape.num_ranks))
+    meet_in(run_path)
+    config = BalanceConfig(costs=COSTS, self_check=how, timeout_seconds=30)
     layers = [experts(rank, shape, layer) for layer in range(LAYERS)]
     original = host.stages_of
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +208,7 @@ def join(
                 matrix *= of_float16
             answers = replace(answers, compute=rounded(answers), dtype=torch.float16)
         described = MovableLayers(layers, shape, TokenView.SHARED, lambda _: None, answers)
-        joined = BalancedLayers(config, EngineRank("test", rank), described)
+        joined = BalancedLayers(config, own, described)
     torch.distributed.destroy_process_group()
     return [(check.name, check.warning) for check in joined.self_check.checks]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.hosts import engine_group, host_path
+from tests.support.hosts import engine_group, host_path, meet_in
 from tests.support.ranks import run_ranks
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots
 from ultraep_serve.balance.collectives import all_gather_rows
@@ -128,7 +128,8 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     """Decisions of three batches on four ranks, two on each host; masters hold their rank + 1."""
     shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
     home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
-    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), costs=costs)
+    meet_in(home)
+    config = BalanceConfig(min_batch_tokens=8, costs=costs)
     layer = [torch.nn.Parameter(torch.full((2, size), 1.0 + rank), False) for size in (300, 7)]
     layers = MovableLayers([layer], shape, view, lambda size: time.sleep(size * 1e-4))
     joined = BalancedLayers(config, EngineRank("test", rank, group), layers)
@@ -179,21 +180,27 @@ def test_layers_of_two_hosts_are_adopted_routed_and_recorded(
 
 def lose_files(rank: int, run_path: Path) -> None:
     """Rank 1 does not come; what rank 0 has left for it is deleted."""
-    socket = RunFiles(run_path).socket(0)
-    if rank == 1:
-        while not socket.exists():
+    own, home = EngineRank("test", rank, engine_group(run_path, rank, 2)), run_path / "home"
+    meet_in(home)
+
+    def delete(_: HostBackend) -> None:
+        while not RunFiles(home).socket(0).exists():
             time.sleep(0.01)
-        for path in run_path.iterdir():
+        for path in home.iterdir():
             path.unlink()
-        return
-    config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path))
+        raise FabricError(f"deletes the files in {home} while ranks meet")
+
     layer = [torch.nn.Parameter(torch.ones(4, 300), False)]
     layers = MovableLayers([layer], SHAPE, TokenView.SHARED, lambda _: None)
-    with pytest.raises(FabricError, match=f"deletes the files in {run_path} while ranks meet"):
-        BalancedLayers(config, EngineRank("test", rank), layers)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(HostBackend, "connect", delete)
+        with pytest.raises(FabricError, match=f"deletes the files in {home} while ranks meet"):
+            BalancedLayers(BalanceConfig(min_batch_tokens=8), own, layers)
 
 
 def test_deleting_its_files_while_it_loads_is_an_error(run_path: Path) -> None:
+    (run_path / "home").mkdir()
     run_ranks(lose_files, 2, run_path)
 
 
@@ -212,7 +219,8 @@ def compile_for_long(rank: int, run_path: Path) -> str:
         if next(calls) == 0:
             compile_kernels()
 
-    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), timeout_seconds=seconds)
+    meet_in(home)
+    config = BalanceConfig(min_batch_tokens=8, timeout_seconds=seconds)
     layer = [torch.nn.Parameter(torch.ones(2, 7), False)]
     pytest.MonkeyPatch().setattr("ultraep_serve.balance.host.fabric.WATCH_SECONDS", 0.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -249,7 +257,8 @@ def test_who_compiles_for_longer_than_the_timeout_is_waited_for(run_path: Path) 
 def refuse_alone(rank: int, run_path: Path, stage: str) -> tuple[str, list[str]]:
     """Rank 1 refuses at a stage of starting; what a rank says, and what is there of us after it."""
     engine, home = engine_group(run_path, rank, 2), run_path / "home"
-    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), timeout_seconds=1.0)
+    meet_in(home)
+    config = BalanceConfig(min_batch_tokens=8, timeout_seconds=1.0)
     layer = [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (3000, 7)]
 
     class Refusing(HostBackend):

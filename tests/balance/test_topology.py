@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import engine_group, host_path
+from tests.support.hosts import engine_group, host_path, meet_in
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from tests.support.ring_files import create
 from ultraep_serve.balance import agreement
@@ -57,10 +57,10 @@ def test_what_forms_no_domains_is_refused_with_the_remedy(
 
 def find(rank: int, run_path: Path, host_size: int, config: BalanceConfig) -> Location:
     played = Location(rank, 4, host_size, host_size)
-    config = config.replace(run_dir=str(host_path(run_path, played)))
+    meet_in(host_path(run_path, played))
     if rank == 2:
         config = config.replace(domain_size=config.slots)
-    return find_location(config, rank, 4, engine_group(run_path, rank, 4))
+    return find_location(config, rank, engine_group(run_path, rank, 4))
 
 
 def find_with_another_version(rank: int, run_path: Path, config: BalanceConfig) -> Location:

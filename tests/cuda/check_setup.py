@@ -10,7 +10,7 @@ import torch
 
 from tests.support.balancer_rigs import CONFIG, LAYERS, SHAPES, masters_of, search_briefly, skewed
 from tests.support.host_driver import HostDriver
-from tests.support.hosts import engine_group
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
@@ -38,7 +38,9 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> Joined:
     search_briefly()
     start._LOADS, start._TOKENS = 1, 16  # the interpreter is slow
     shape = ExpertShape(2, 8, 1)
-    config = CONFIG.replace(run_dir=str(run_path), costs=costs)
+    own = EngineRank("test", rank, engine_group(run_path, rank, 2))
+    meet_in(run_path)
+    config = CONFIG.replace(costs=costs)
     driver = HostDriver()
     layers = [
         [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 4)]
@@ -65,7 +67,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> Joined:
     with mock.patch.object(DeviceFabric, "gather", noted):
         described = MovableLayers(layers, shape, view, run_layer)
         with mock.patch.object(group, "make_backend", make_backend):
-            joined = BalancedLayers(config, EngineRank("test", rank), described)
+            joined = BalancedLayers(config, own, described)
         backend = made[0]
         assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
         assert bool(sizes) != bool(costs)
@@ -128,9 +130,8 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
     shape, host = ExpertShape(8, 16, 2), run_path / f"host-{rank // 4}"
     host.mkdir(exist_ok=True)
     cheap = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e12)
-    config = CONFIG.replace(
-        run_dir=str(host), costs=cheap.to_json(), domain_size=8, self_check="off"
-    )
+    meet_in(host)
+    config = CONFIG.replace(costs=cheap.to_json(), domain_size=8, self_check="off")
     layers = [
         [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 2)]
         for i in range(LAYERS)

@@ -14,7 +14,7 @@ import torch
 from tests.emulated_gpu.operators.host import in_stream
 from tests.emulated_gpu.references import mega_moe as deep_gemm
 from tests.support.experts import ALWAYS_PAYS
-from tests.support.hosts import engine_group
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import fresh_run_path, run_ranks
 
 __all__ = ["check_mega_moe"]
@@ -69,13 +69,13 @@ def serve(rank: int, run_dir: str, seed: int, memory: str, mistake: str) -> dict
     if seed:
         os.environ["EMULATED_GPU_HOLDS"] = str(2 * seed + rank)
     engine_group(run_dir, rank, RANKS)
+    meet_in(run_dir)
     join_ranks(rank, RANKS, MEGA)
     for name in ("stage_inputs", "fp8_fp4_mega_moe"):
         setattr(deep_gemm, name, in_stream(getattr(deep_gemm, name)))
     mega.install(lambda _: None)
     config = mega.config_of(rank, RANKS)
     settings = BalanceConfig(
-        run_dir=run_dir,
         slots=SLOTS,
         min_batch_tokens=THRESHOLD,
         costs=ALWAYS_PAYS,

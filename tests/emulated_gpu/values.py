@@ -2,7 +2,7 @@
 
 values.py FOUND                                  a row for each of these, and each way to serve
 values.py FOUND PART ...                         the ways with a PART in their names, no more
-values.py rank OUT MODEL EXPECTED RUN WAY RANK   a process of one of the latter
+values.py rank OUT MODEL EXPECTED WAY RANK       a process of one of the latter
 
 Answers are greedy tokens in float32, compared with those of transformers on the CPU. Every engine
 answers the same prompts balanced, with each of ``mistakes`` if there it makes them, balanced again,
@@ -57,11 +57,12 @@ from ultraep_lab.this_machine import free_port  # noqa: E402
 from ultraep_serve.sidecar.proof import self_check_of, verification_of  # noqa: E402
 from ultraep_serve.telemetry.control import ControlPage  # noqa: E402
 from ultraep_serve.telemetry.reader import RingReader  # noqa: E402
+from ultraep_serve.telemetry.run_directory import find_run  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 SECONDS = 900
 FEWEST, MOST, NEW_TOKENS, WORDS = 30, 300, 16, (5, 900)
-POOL, FEWER_TOKENS = 60, 6  # from which those are chosen that rounding does not change
+POOL, FEWER_TOKENS = 90, 6  # from which those are chosen that rounding does not change
 LARGEST_IMBALANCE = 1.02
 FEWEST_RIGHT = 0.8  # of answers of experts in 4 bits
 COUNTS = "answers", "same_balanced", "same_balanced_again", "same_off", "off_as_balanced"
@@ -83,7 +84,7 @@ WAYS = (
     Way(ranks=4, domain_size=2),
     *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
     Way(parallel="data", dispatch="deepep_v2", may_capture=True),
-    *(Way(format=name) for name in FORMATS),
+    *(Way(format=name, prompts=14) for name in FORMATS),
     Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
@@ -180,15 +181,12 @@ def by_transformers(
 def check(model: Path, expected: Path, way: Way) -> dict[str, Any]:
     """What all ranks found, of which each was asked everything."""
     began = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as run,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         port, started = free_port(), []
         environment = {**os.environ, **NOT_FORKED, PLACE: f"{folder}/mistake"}
         for rank in range(way.processes):
             out, own = Path(folder, f"{rank}.json"), way.environment(rank, port)
-            given = [out, model, expected, run, json.dumps(asdict(way)), rank]
+            given = [out, model, expected, json.dumps(asdict(way)), rank]
             command = [sys.executable, __file__, "rank", *map(str, given)]
             started.append(subprocess.Popen(command, env=environment | own))
         try:
@@ -236,12 +234,12 @@ def number_alike(some: Tokens, others: Tokens) -> int:
 class Asked:
     """An engine, asked the same prompts again and again."""
 
-    def __init__(self, model: str, expected: Path, run: Path, way: Way) -> None:
-        self._expected, self._run = json.loads(expected.read_text()), run
-        self._domain_size = way.domain_size
-        self._rings = [run / f"ring-{rank}" for rank in range(way.ranks)]
+    def __init__(self, model: str, expected: Path, way: Way) -> None:
+        self._expected, self._domain_size = json.loads(expected.read_text()), way.domain_size
         own = {"slot_memory": way.slot_memory, "domain_size": way.domain_size}
-        self._engine = start(model, way, {**CHECKED, **own, "run_dir": str(run)})
+        self._engine = start(model, way, {**CHECKED, **own})
+        self.run = find_run()
+        self._rings = [self.run / f"ring-{rank}" for rank in range(way.ranks)]
         self.end = self._engine.end
         self.answers: Tokens = []  # the last ones
 
@@ -257,7 +255,7 @@ class Asked:
         samples = verification_of(headers, is_off=False)
         by_check = {name: count.layers for name, count in samples.by_check.items()}
         return {
-            "imbalance_by_layer": balanced_layers(self._run, self._domain_size),
+            "imbalance_by_layer": balanced_layers(self.run, self._domain_size),
             "self_check": self_check_of(headers).result,
             "samples": {"layers": samples.layers, "failures": samples.failures, **by_check},
         }
@@ -275,16 +273,16 @@ class Asked:
         same = self.same()
         place.unlink()
         failures = {name: count - before[name] for name, count in self.failures().items()}
-        with ControlPage.open(self._run) as page:
+        with ControlPage.open(self.run) as page:
             is_off = page.policy is Policy.OFF
             page.set_policy(Policy.QUOTA)
         failed = {name: count for name, count in failures.items() if count}
         return {"same": same, "failures": failed, "switched_off": is_off}
 
 
-def ask_as_rank(out: Path, model: str, expected: Path, run: Path, way: Way, rank: int) -> None:
+def ask_as_rank(out: Path, model: str, expected: Path, way: Way, rank: int) -> None:
     """Ask balanced, with mistakes, and off once all have come to that; write what was found."""
-    asked = Asked(model, expected, run, way)
+    asked = Asked(model, expected, way)
     found: dict[str, Any] = {"answers": way.prompts, "same_balanced": asked.same()}
     balanced = asked.answers
     wait_for_all(out, "asked", rank, way.processes)
@@ -293,7 +291,7 @@ def ask_as_rank(out: Path, model: str, expected: Path, run: Path, way: Way, rank
         found["mistakes"] = {each: asked.mistaken(each) for each in way.mistakes}
         found["same_balanced_again"] = asked.same()
     if rank == 0:
-        with ControlPage.open(run) as page:
+        with ControlPage.open(asked.run) as page:
             page.set_policy(Policy.OFF)
     wait_for_all(out, "off", rank, way.processes)
     found |= {"same_off": asked.same(), "off_as_balanced": number_alike(balanced, asked.answers)}
@@ -306,7 +304,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "rank":
         *paths, chosen, number = sys.argv[2:]
         made = Way(**json.loads(chosen))
-        place, checkpoint, tokens, folder = paths
-        ask_as_rank(Path(place), checkpoint, Path(tokens), Path(folder), made, int(number))
+        place, checkpoint, tokens = paths
+        ask_as_rank(Path(place), checkpoint, Path(tokens), made, int(number))
     else:
         main()

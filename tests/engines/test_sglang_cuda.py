@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang import hooks
 
 from tests.support.experts import ALWAYS_PAYS, expected_output, make_batch, make_weights
-from tests.support.hosts import engine_group
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import run_settings
 from ultraep_serve.config import BalanceConfig
 
@@ -70,6 +70,7 @@ def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
 
 
 def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, Any]:
+    meet_in(run_dir)
     server_args = fakes.publish(rank, **changes)
     Buffer.made = []
     layers = [fakes.build_layer(index) for index in range(NUM_LAYERS)]
@@ -77,7 +78,6 @@ def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, A
     for layer, tensors in zip(layers, weights, strict=True):
         fakes.load(layer, tensors)
     config = BalanceConfig(
-        run_dir=run_dir,
         slots=NUM_SLOTS,
         min_batch_tokens=THRESHOLD,
         costs=ALWAYS_PAYS,

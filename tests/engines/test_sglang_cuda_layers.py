@@ -33,6 +33,7 @@ with warnings.catch_warnings():
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import group
+from ultraep_serve.engines.common import run as started
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system import refusals
@@ -146,7 +147,7 @@ def hooked(layer: FusedMoE) -> tuple[Any, Noting]:
 
     The layer has no slots, so that its kernel's stand-in computes.
     """
-    own, noting = hooks._SchedulerHooks(BalanceConfig(run_dir="/dev/null")), Noting()
+    own, noting = hooks._SchedulerHooks(BalanceConfig()), Noting()
     ended: list[Any] = []
     own._flow = SglangFlow(own._tokens)
     own._flow.balancer = noting
@@ -310,7 +311,7 @@ def test_models_whose_layers_share_no_slots_or_have_no_experts_are_refused() -> 
 
 @pytest.mark.parametrize("num_data", [1, 3])
 def test_batches_that_are_all_small_are_not_balanced_in_silence(
-    num_data: int, tmp_path: Path
+    num_data: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts are the tokens of all ranks; before anything is loaded."""
     changes = {"chunked_prefill_size": 255 // num_data, "attn_dp_size": num_data}
@@ -323,8 +324,8 @@ def test_batches_that_are_all_small_are_not_balanced_in_silence(
     with pytest.raises(UnsupportedError, match="choose --min-batch-tokens 255 or less"):
         hooks._SchedulerHooks(BalanceConfig()).load(seen.append, runner)
     assert not seen
-    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
-    own = hooks._SchedulerHooks(plain)
+    monkeypatch.setattr(started, "_made", [SimpleNamespace(path=tmp_path)])
+    own = hooks._SchedulerHooks(BalanceConfig(on_unsupported="off"))
     own.load(seen.append, runner)
     assert seen == [runner]
     assert own._balanced is None
@@ -347,8 +348,8 @@ def test_unsupported_models_are_served_by_sglang_alone(
         raise UnsupportedError("tensors that cannot be moved")
 
     monkeypatch.setattr(group, "BalancedLayers", refuse)
-    config = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
-    own = loaded(config, fakes.publish(), layer)
+    monkeypatch.setattr(started, "_made", [SimpleNamespace(path=tmp_path)])
+    own = loaded(BalanceConfig(on_unsupported="off"), fakes.publish(), layer)
     assert (tmp_path / "unbalanced").read_text() == "tensors that cannot be moved"
     assert layer.dispatcher._pre_dispatch_hooks is None
     own.scheduler_made(None, None)  # which serves

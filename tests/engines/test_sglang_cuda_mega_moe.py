@@ -40,7 +40,7 @@ from tests.support.experts import (
     make_batch,
 )
 from tests.support.held import Held
-from tests.support.hosts import engine_group
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import run_settings
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.weights import ExpertWeights
@@ -145,6 +145,7 @@ def serve(name: str, rank: int, run_dir: str) -> dict[str, Any]:
     server_args = fakes.publish(rank, **MEGA)
     deep_gemm.SymmBuffer.made.clear()
     launches._MEGA_MOE_SYMM_BUFFER.clear()
+    meet_in(run_dir)
     held, taken = Held(Path(run_dir), rank, NUM_RANKS), []
     install(taken.append)
     # where the kernel has read its experts, and before it needs the others
@@ -153,7 +154,6 @@ def serve(name: str, rank: int, run_dir: str) -> dict[str, Any]:
     built = [build(seed) for seed in range(NUM_LAYERS)]
     layers, plain = [layer for layer, _ in built], [tensors for _, tensors in built]
     config = BalanceConfig(
-        run_dir=run_dir,
         slots=NUM_SLOTS,
         min_batch_tokens=THRESHOLD,
         costs=ALWAYS_PAYS,

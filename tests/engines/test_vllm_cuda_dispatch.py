@@ -38,7 +38,7 @@ from tests.support.experts import (
     make_batch,
     make_weights,
 )
-from tests.support.hosts import engine_group
+from tests.support.hosts import engine_group, meet_in
 from tests.support.ranks import run_settings
 from ultraep_serve.config import BalanceConfig
 
@@ -60,9 +60,8 @@ def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
 
 def serve_through(name: str, rank: int, run_dir: str) -> dict[str, Any]:
     backend = name.partition(" ")[0]
-    settings = BalanceConfig(
-        run_dir=run_dir, slots=NUM_SLOTS, min_batch_tokens=THRESHOLD, costs=ALWAYS_PAYS
-    )
+    meet_in(run_dir)
+    settings = BalanceConfig(slots=NUM_SLOTS, min_batch_tokens=THRESHOLD, costs=ALWAYS_PAYS)
     transports.Buffer.destroyed, transports.Buffer.made = 0, []
     MoeAlltoAll.workspaces.clear()
     ElasticBuffer.made.clear()

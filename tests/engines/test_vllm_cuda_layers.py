@@ -41,6 +41,7 @@ with warnings.catch_warnings():
 
 from tests.support.experts import NUM_EXPERTS, TOP_K, Noting
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common import run as started
 from ultraep_serve.engines.common.weights import ExpertWeights
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy, TokenView
@@ -210,13 +211,15 @@ def test_models_without_experts_are_refused(balanced: Any) -> None:
         model.take_over(BalanceConfig(), worker_of(config, Model()), config)
 
 
-def test_unsupported_models_are_served_by_vllm_alone(balanced: Any, tmp_path: Path) -> None:
+def test_unsupported_models_are_served_by_vllm_alone(
+    balanced: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer = layer_of(balanced, NAMES[0], config)
     worker, kernel = worker_of(config, Model(layer)), layer.quant_method.moe_kernel
     layer.expert_map_manager.num_fused_shared_experts = 1
-    plain = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
-    model.take_over(plain, worker, config)
+    monkeypatch.setattr(started, "_made", [SimpleNamespace(path=tmp_path)])
+    model.take_over(BalanceConfig(on_unsupported="off"), worker, config)
     assert layer.quant_method.moe_kernel is kernel
     assert layer.global_num_experts == NUM_EXPERTS
     assert "do not fuse them" in (tmp_path / "unbalanced").read_text()  # for the sidecar

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.model import balance
 
 from tests.support.experts import ALWAYS_PAYS, NUM_EXPERTS, expected_output, make_batch
-from tests.support.hosts import engine_group
+from tests.support.hosts import engine_group, meet_in
 from tests.support.quantised import SCHEMES
 from tests.support.ranks import run_settings
 from ultraep_serve.balance.physical import identity_table
@@ -90,8 +90,8 @@ def choose(kernel: str, runs_here: bool) -> None:
 
 def compute_case(case: Case, rank: int, run_dir: str) -> list[dict[str, Any]]:
     """How a batch came out of every layer, balanced and with all experts at home."""
+    meet_in(run_dir)
     settings = BalanceConfig(
-        run_dir=run_dir,
         slots=NUM_SLOTS,
         costs=ALWAYS_PAYS,
         min_batch_tokens=8,

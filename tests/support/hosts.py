@@ -4,7 +4,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ultraep_serve.balance import agreement
 from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.engines.common import group as joining
 from ultraep_serve.system.topology import Location
 
 
@@ -15,6 +17,12 @@ def engine_group(run_path: Path | str, rank: int, num_ranks: int) -> EngineGroup
     group = dist.group.WORLD
     assert group is not None
     return EngineGroup(on_host=group, on_device=group)
+
+
+def meet_in(path: Path | str) -> None:
+    """Have this process's rank meet those of its host in ``path``, as if no other shared memory."""
+    vars(agreement)["SHARED_MEMORY"] = Path(path)
+    vars(joining)["meet"] = lambda *_: Path(path)
 
 
 def host_path(run_path: Path, location: Location) -> Path:

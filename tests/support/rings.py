@@ -83,7 +83,7 @@ class SyntheticRun:
         self._batch = 0
         self._popularity = self._random.normal(size=(num_layers, shape.num_logical_experts))
         self.control = ControlPage.create(run_path, Policy.QUOTA)
-        config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
+        config = BalanceConfig(slots=shape.num_replica_slots)
         (run_path / "config.json").write_text(config.to_json())
         slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
         self.recorders = [

@@ -79,7 +79,7 @@ class RandomBatches:
 
     model: TinyMoE
     view: TokenView
-    config: BalanceConfig  # without run_dir
+    config: BalanceConfig
     num_batches: int
     relay: str = "auto"
     max_tokens: int = 256  # of one source of tokens
@@ -226,7 +226,7 @@ class _Runner:
         self._switch = _Switch(batches.config.policy)
         self._balancer = HostBalancer(
             GroupSetup(
-                batches.config.replace(run_dir=str(run_path)),
+                batches.config,
                 shape,
                 view,
                 location,

@@ -186,7 +186,7 @@ def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[st
     module.SHARED_MEMORY = shm
     run, own = divmod(rank, 2)
     group = engine_group(run_path / str(run), own, 2)
-    location = find_location(config, own, 2, group)
+    location = find_location(config, own, group)
     directory = meet(config, location, group)
     (directory / str(own)).touch()
     dist.barrier(group.on_host)  # nobody leaves before all have come

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +26,6 @@ from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
-
-_OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class SharedValues:
 
 
 @contextmanager
-def unanimous(group: EngineGroup | None, config: "BalanceConfig") -> Iterator[None]:
+def unanimous(group: EngineGroup, config: "BalanceConfig") -> Iterator[None]:
     """Where one rank raises UnsupportedError inside, all ranks of ``group`` raise it at the end.
 
     All of them go through it together, or they would wait for one that serves plainly. A rank's own
@@ -67,12 +64,11 @@ def unanimous(group: EngineGroup | None, config: "BalanceConfig") -> Iterator[No
         yield
     except UnsupportedError as error:
         own = error
-    if group is not None:
-        reason = json.dumps([own.problem, own.otherwise] if own else []).encode()
-        ranks = gather_bytes(group.on_host, reason, config.timeout_seconds * CONNECT_FACTOR)
-        for rank, told in enumerate(map(json.loads, ranks)):
-            if told and own is None:
-                own = UnsupportedError(f"rank {rank}: {told[0]}", otherwise=told[1])
+    reason = json.dumps([own.problem, own.otherwise] if own else []).encode()
+    ranks = gather_bytes(group.on_host, reason, config.timeout_seconds * CONNECT_FACTOR)
+    for rank, told in enumerate(map(json.loads, ranks)):
+        if told and own is None:
+            own = UnsupportedError(f"rank {rank}: {told[0]}", otherwise=told[1])
     if own is not None:
         raise own
 
@@ -96,22 +92,17 @@ def require_agreement(
             )
 
 
-def find_location(
-    config: "BalanceConfig", rank: int, num_ranks: int, group: EngineGroup | None
-) -> Location:
-    """Find where ``rank`` is; all ranks together. Without ``group`` all of them share this host.
+def find_location(config: "BalanceConfig", rank: int, group: EngineGroup) -> Location:
+    """Find where ``rank`` of ``group`` is; all ranks together.
 
     Raises UnsupportedError where ranks and hosts form no domains, ConfigError where hosts run
     different versions or were given different flags, PeerTimeoutError when a rank does not come.
     """
-    if group is None:
-        return locate(rank, [0] * num_ranks, config.domain_size, os.uname().nodename)
-    shared = Path(config.run_dir) if config.run_dir else SHARED_MEMORY
     own = {
         "version": __version__,
-        "host": host_identity(shared),
+        "host": host_identity(SHARED_MEMORY),
         "name": os.uname().nodename,
-        "settings": config.model_dump(mode="json", exclude=set(_OF_ONE_HOST)),
+        "settings": config.model_dump(mode="json", exclude={"sidecar"}),
     }
     seconds = config.timeout_seconds * CONNECT_FACTOR
     rows = gather_bytes(group.on_host, json.dumps(own).encode(), seconds)

@@ -125,7 +125,7 @@ class Samples:
             "shape": asdict(setup.shape),
             "domain_size": location.domain_size,
             "view": setup.view.value,
-            "settings": setup.config.model_dump(mode="json", exclude={"run_dir", "sidecar"}),
+            "settings": setup.config.model_dump(mode="json", exclude={"sidecar"}),
             "tensors": [
                 {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
                 for tensor in self._sampled.parameters[layer]

@@ -57,7 +57,6 @@ def start_balancing(
     this left, and what ``BalancedLayers`` raises.
     """
     layers, shape = loaded.weights, loaded.shape
-    assert own.group is not None, "engines have a group of all ranks"
     require_agreement(loaded.shared, own.group.on_host, config)
     with ExitStack() as undo:
         undo.callback(execution.take_slots, layers, shape)
@@ -122,7 +121,7 @@ class BalancedLayers:
         Ranks of a later pipeline stage meet in a directory of their own in it.
         """
         own, layers = self._own, self._layers
-        location = find_location(config, own.rank, layers.shape.num_ranks, own.group)
+        location = find_location(config, own.rank, own.group)
         path = meet(config, location, own.group, own.pipeline)
         self._files = RunFiles(path)
         if own.pipeline.number:
@@ -140,7 +139,7 @@ class BalancedLayers:
         if device.type == "cuda":
             engine = self._own.engine
             undo.callback(use_tuned_kernels(engine, shape.num_slots, self._files.tuned))
-        with unanimous(setup.engine_group, setup.config):
+        with unanimous(self._own.group, setup.config):
             backend = make_backend(device, setup)
             undo.callback(backend.close)
             for parameters in layers:
@@ -182,17 +181,17 @@ class BalancedLayers:
     def _connect(self, backend: Backend, page: ControlPage | None) -> None:
         if page is not None:
             self._recorder.watch(page.file)
-        with unanimous(self._setup.engine_group, self._setup.config):
+        group = self._own.group
+        with unanimous(group, self._setup.config):
             backend.connect()
-        group = self._setup.engine_group
-        if group is not None and self._setup.location.num_domains > 1:  # all have come this far
+        if self._setup.location.num_domains > 1:  # all have come this far
             gather_bytes(group.on_host, b"here", self._setup.connect_seconds)
 
     def _watch_others(self, backend: Backend, undo: ExitStack) -> Watch:
         """Watch other hosts, whose ranks may still load: this is not the end of it."""
         setup, location, beats = self._setup, self._setup.location, None
         num_hosts = location.num_ranks // location.host_size * self._own.pipeline.num_stages
-        store = None if setup.engine_group is None else setup.engine_group.store
+        store = self._own.group.store
         if num_hosts > 1 and location.is_host_primary and store is not None:
             beats = HostBeats(store, location, self._own.pipeline)
             undo.callback(beats.stop)

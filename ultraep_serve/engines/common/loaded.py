@@ -28,7 +28,7 @@ class EngineRank:
 
     engine: str  # "vllm", "sglang"
     rank: int
-    group: EngineGroup | None = None  # None: all ranks share this host
+    group: EngineGroup
     pipeline: PipelineStage = field(default_factory=PipelineStage)  # the stage of all ranks
     cache_bytes: int = 0  # of a CPU's memory that the engine has yet to take for keys and values
 

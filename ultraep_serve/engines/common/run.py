@@ -38,7 +38,7 @@ _made: list[RunDirectory] = []  # by this process
 def meet(
     config: BalanceConfig,
     location: Location,
-    group: EngineGroup | None,
+    group: EngineGroup,
     pipeline: PipelineStage = ONLY_STAGE,
 ) -> Path:
     """The run directory of all ranks of this host; all ranks together.
@@ -47,9 +47,6 @@ def meet(
     of several pipeline stages, whichever comes first, for all of them.
     Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
     """
-    if config.run_dir:
-        return Path(config.run_dir)
-    assert group is not None, "ranks without a group are given a run directory"
     process, number = first_process(), secrets.randbits(62)
     is_shared = pipeline.num_stages > 1
     if is_shared:
@@ -90,9 +87,7 @@ def refuse_or_serve_plainly(
     logger.warning("ultraep: serving without balancing: %s", error.problem)
     if not is_primary:
         return
-    if config.run_dir:
-        path = Path(config.run_dir)
-    elif _made:  # the ranks had met already
+    if _made:  # the ranks had met already
         path = _made[-1].path
     else:
         name = name_of_run(first_process(), secrets.randbits(62))
