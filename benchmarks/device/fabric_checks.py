@@ -17,11 +17,10 @@ from tests.support.bench import Bench
 from tests.support.host_driver import HostDriver
 from tests.support.kernel_checks import require_equal
 from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
-from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import SocketRendezvous
-from ultraep_serve.balance.slots import ALIGNMENT, SlotPool
+from ultraep_serve.balance.slots import ALIGNMENT, LayerSlots, SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 

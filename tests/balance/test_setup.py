@@ -15,9 +15,10 @@ import torch
 
 from tests.support.hosts import engine_group, host_path, meet_in
 from tests.support.ranks import run_ranks
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import all_gather_rows
 from ultraep_serve.balance.host.backend import HostBackend
+from ultraep_serve.balance.slots import LayerSlots
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common import group as joining

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tests.support.host_driver import HostDriver
-from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host.memory import HostMemory
 from ultraep_serve.balance.memory import MappedMemory, round_up
-from ultraep_serve.balance.slots import ALIGNMENT, SlotPool
+from ultraep_serve.balance.slots import ALIGNMENT, LayerSlots, SlotPool
 from ultraep_serve.errors import ConfigError, UnsupportedError
 
 MASTERS, SLOTS, CHUNK = 3, 2, 4096

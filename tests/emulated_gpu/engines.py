@@ -20,7 +20,6 @@ VLLM = {
     "max_num_batched_tokens": CHUNK,
     "gpu_memory_utilization": 0.2,
     "kv_cache_memory_bytes": 1 << 26,
-    "enable_prefix_caching": False,
     "enable_expert_parallel": True,
     "disable_custom_all_reduce": True,
 }
@@ -31,7 +30,6 @@ SGLANG = {
     "chunked_prefill_size": CHUNK,
     "mem_fraction_static": 0.3,
     "max_total_tokens": CACHE_TOKENS,
-    "disable_radix_cache": True,
     "disable_custom_all_reduce": True,
     "disable_prefill_cuda_graph": True,
     "disable_shared_experts_fusion": True,
@@ -43,14 +41,16 @@ KERNELS = {  # vLLM's --moe-backend, by the format of experts: those that have r
     **dict.fromkeys(("fp8", "fp8-tensor", "int8"), "triton"),
     **dict.fromkeys(("int4", "awq", "mxfp4", "nvfp4"), "marlin"),
 }
+BEHIND_DEEPEP = {
+    "moe_a2a_backend": "deepep",
+    "deepep_dispatcher_output_dtype": "bf16",
+    "moe_runner_backend": "deep_gemm",
+}
 WITH: dict[str, dict[str, Any]] = {  # flags of dispatches that need kernels of their own
     "flashinfer_nvlink_one_sided": {"moe_backend": "flashinfer_cutlass"},
     "passthrough": {"moe_backend": "flashinfer_moe_ep_cutedsl"},  # which dispatches itself
-    "deepep": {
-        "deepep_mode": "normal",  # with which SGLang captures no CUDA graphs
-        "deepep_dispatcher_output_dtype": "bf16",
-        "moe_runner_backend": "deep_gemm",
-    },
+    "deepep": {**BEHIND_DEEPEP, "deepep_mode": "normal"},  # with which SGLang captures no graphs
+    "deepep auto": {**BEHIND_DEEPEP, "deepep_mode": "auto"},  # decode by its low latency
 }
 Tokens = list[list[int]]  # of each prompt
 
@@ -65,11 +65,12 @@ class Way:
     decode_in_graphs: bool = False
     ranks: int = 2
     mistakes: Sequence[str] = ()
-    dispatch: str = ""  # vLLM's --all2all-backend, through a reference of its library
+    dispatch: str = ""  # vLLM's --all2all-backend, or of ``WITH``: by a reference of its library
     domain_size: int = 0  # ranks that weights move between; 0: all
     slot_memory: str = "auto"  # of each layer's own, because there is memory for them
     format: str = ""  # of experts, one of ``KERNELS``
     may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
+    prefix_cache: bool = False  # where prompts are asked again, their beginnings are not computed
     prompts: int = 10
     experts_per_token: int = 2  # plans are as good as 2 %, of many assignments or few
 
@@ -79,6 +80,7 @@ class Way:
         batches = "decode in CUDA graphs" if self.decode_in_graphs else "eager"
         ways = f"{self.engine}, {self.ranks} {self.parallel}-parallel ranks{runner}, {batches}"
         ways += f", domains of {self.domain_size}" if self.domain_size else ""
+        ways += ", prefix cache" if self.prefix_cache else ""
         ways += ", shared slots" if self.slot_memory == "shared" else ""
         layout = " (rows as sent)" if self.may_capture else ""
         ways += f", experts in {self.format}" if self.format else ""
@@ -120,6 +122,8 @@ class Way:
 class Engine(Protocol):
     """One that has been started, with balancing as in its settings."""
 
+    cached: int  # tokens of prompts that were taken from the prefix cache
+
     def generate(self, prompts: Tokens, number: int) -> Tokens:
         """As many tokens for each prompt, the likeliest ones."""
 
@@ -136,12 +140,14 @@ class _Vllm:
     def __init__(self, model: str, way: Way, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
+        self.cached = 0
         own: dict[str, Any] = {"enforce_eager": True}
         if way.decode_in_graphs:
             own = {"compilation_config": GRAPHS}
         if way.may_capture:
             own = {"compilation_config": {"mode": 0, "cudagraph_mode": "NONE"}}
         own["tensor_parallel_size"] = way.ranks if way.parallel == "tensor" else 1
+        own["enable_prefix_caching"] = way.prefix_cache
         own["moe_backend"] = KERNELS.get(way.format, "auto")
         if way.dispatch:
             own |= {"all2all_backend": way.dispatch, **WITH.get(way.dispatch, {})}
@@ -154,6 +160,7 @@ class _Vllm:
         greedy = SamplingParams(temperature=0, max_tokens=number, ignore_eos=True)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         done = self._engine.generate(asked, greedy, use_tqdm=False)
+        self.cached += sum(each.num_cached_tokens or 0 for each in done)
         return [list(each.outputs[0].token_ids) for each in done]
 
     def end(self) -> None:
@@ -165,19 +172,22 @@ class _Sglang:
         os.environ[CONFIG_VARIABLE] = BalanceConfig(**settings).to_json()
         import sglang
 
+        self.cached = 0
         own: dict[str, Any] = {"cuda_graph_bs_decode": [1, 2, 4, 8, MOST_SEQUENCES]}
         if not way.decode_in_graphs:
             own = {"disable_decode_cuda_graph": True}
         if way.parallel == "data":
             own |= {"dp_size": way.ranks, "enable_dp_attention": True}  # as its guides write it
         if way.dispatch:
-            own |= {"moe_a2a_backend": way.dispatch, **WITH[way.dispatch]}
+            own |= WITH[way.dispatch]
         own |= {"tp_size": way.ranks, "ep_size": way.ranks, "dtype": way.dtype}
+        own["disable_radix_cache"] = not way.prefix_cache
         self._engine = sglang.Engine(model_path=model, **(SGLANG | own))
 
     def generate(self, prompts: Tokens, number: int) -> Tokens:
         greedy = {"temperature": 0, "max_new_tokens": number, "ignore_eos": True}
         done = self._engine.generate(input_ids=prompts, sampling_params=greedy)
+        self.cached += sum(each["meta_info"]["cached_tokens"] for each in done)
         return [each["output_ids"] for each in done]
 
     def end(self) -> None:

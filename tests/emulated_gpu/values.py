@@ -79,6 +79,7 @@ WAYS = (
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
+    Way(prefix_cache=True),
     Way(slot_memory="shared", mistakes=tuple(FOUND_BY)),
     Way(ranks=4),
     Way(ranks=4, domain_size=2),
@@ -88,10 +89,12 @@ WAYS = (
     Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
+    Way("sglang", prefix_cache=True),
     Way("sglang", decode_in_graphs=True, slot_memory="shared"),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
     Way("sglang", parallel="data", dispatch="deepep", mistakes=("slot", "id")),
+    Way("sglang", parallel="data", dispatch="deepep auto"),
     Way("sglang", parallel="data", dispatch="deepep", ranks=4, prompts=14, experts_per_token=4),
 )
 
@@ -219,6 +222,7 @@ def require_right(row: dict[str, Any], mistakes: Sequence[str], least: float) ->
     require(bool(row["imbalance_by_layer"]), "nothing was balanced")
     for _, after in row["imbalance_by_layer"].values():
         require(after <= LARGEST_IMBALANCE, "imbalance is left")
+    require(row.get("cached_tokens", 1) > 0, "no prefix was taken from the cache")
     samples = row["samples"]
     require(not samples["failures"] and samples["layers"], "samples failed, or there were none")
     for mistake in mistakes:
@@ -237,16 +241,15 @@ class Asked:
     def __init__(self, model: str, expected: Path, way: Way) -> None:
         self._expected, self._domain_size = json.loads(expected.read_text()), way.domain_size
         own = {"slot_memory": way.slot_memory, "domain_size": way.domain_size}
-        self._engine = start(model, way, {**CHECKED, **own})
+        self.engine = start(model, way, {**CHECKED, **own})
         self.run = find_run()
         self._rings = [self.run / f"ring-{rank}" for rank in range(way.ranks)]
-        self.end = self._engine.end
         self.answers: Tokens = []  # the last ones
 
     def same(self) -> int:
         """Of all answers, those that have the tokens of transformers."""
         asked = [each["prompt"] for each in self._expected]
-        self.answers = self._engine.generate(asked, len(self._expected[0]["tokens"]))
+        self.answers = self.engine.generate(asked, len(self._expected[0]["tokens"]))
         return number_alike(self.answers, [each["tokens"] for each in self._expected])
 
     def shown(self) -> dict[str, Any]:
@@ -295,9 +298,11 @@ def ask_as_rank(out: Path, model: str, expected: Path, way: Way, rank: int) -> N
             page.set_policy(Policy.OFF)
     wait_for_all(out, "off", rank, way.processes)
     found |= {"same_off": asked.same(), "off_as_balanced": number_alike(balanced, asked.answers)}
+    if way.prefix_cache:
+        found["cached_tokens"] = asked.engine.cached
     out.write_text(json.dumps(found))
     wait_for_all(out, "done", rank, way.processes)
-    asked.end()
+    asked.engine.end()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import build
-    from ultraep_serve.engines.vllm import checks, expert_tensors
+    from ultraep_serve.engines.vllm import checks, expert_tensors, layer_checks
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.loaded import require_one_number
@@ -42,7 +42,7 @@ ORACLES = unquantized, fp8_kernels, int8, int_wna16, nvfp4, mxfp4
 
 def refusal(layer: Any) -> str:
     with pytest.raises(UnsupportedError, match="set on_unsupported to off") as error:
-        checks.check_device_execution(layer, slots=2)
+        layer_checks.check_device_execution(layer, slots=2)
     return str(error.value)
 
 
@@ -54,9 +54,11 @@ def refused_settings(config: VllmConfig) -> str:
 
 
 def test_accepted_names_are_vllms_own() -> None:
-    assert set(checks._ALL2ALL_BACKENDS) <= set(get_args(All2AllBackend))
+    assert set(layer_checks._ALL2ALL_BACKENDS) <= set(get_args(All2AllBackend))
     chosen = "".join(inspect.getsource(oracle.backend_to_kernel_cls) for oracle in ORACLES)
-    missing = {name for name in checks._EXPERT_KERNELS if not re.search(rf"\b{name}\b", chosen)}
+    missing = {
+        name for name in layer_checks._EXPERT_KERNELS if not re.search(rf"\b{name}\b", chosen)
+    }
     assert not missing
 
 
@@ -90,7 +92,7 @@ def test_the_flag_that_refusals_name_gives_a_kernel_that_is_balanced(
     for name in names:
         backend = oracle(name)
         kernels = sys.modules[type(backend).__module__].backend_to_kernel_cls(backend)  # type: ignore[attr-defined]
-        assert kernels[-1].__name__ in checks._EXPERT_KERNELS
+        assert kernels[-1].__name__ in layer_checks._EXPERT_KERNELS
         assert kernels[-1]._supports_parallel_config(parallel)
 
 
@@ -100,11 +102,11 @@ def test_what_is_verified_is_accepted(balanced: Any, num_hosts: int) -> None:
     balanced(parallel_state, "_NODE_COUNT", num_hosts)
     for _ in range(2):
         checks.check_settings(config, BalanceConfig())
-        checks.check_device_execution(layer, slots=2)
+        layer_checks.check_device_execution(layer, slots=2)
         config.parallel_config.enable_dbo = True  # micro-batches
 
 
-OTHER_DISPATCH = set(get_args(All2AllBackend)) - {*checks._ALL2ALL_BACKENDS, "passthrough"}
+OTHER_DISPATCH = set(get_args(All2AllBackend)) - {*layer_checks._ALL2ALL_BACKENDS, "passthrough"}
 
 
 @pytest.mark.parametrize("backend", sorted(OTHER_DISPATCH))
@@ -112,12 +114,12 @@ def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
     layer, _ = build(balanced)
     layer.moe_config.moe_parallel_config.all2all_backend = backend
     message = refusal(layer)
-    reason = checks._REFUSED_DISPATCH.get(backend, "it has not been verified")
+    reason = layer_checks._REFUSED_DISPATCH.get(backend, "it has not been verified")
     assert f"no dispatch through {backend}: {reason}; use --all2all-backend" in message
 
 
 def test_reasons_are_of_backends_that_vllm_has() -> None:
-    assert set(checks._REFUSED_DISPATCH) <= OTHER_DISPATCH
+    assert set(layer_checks._REFUSED_DISPATCH) <= OTHER_DISPATCH
 
 
 @pytest.mark.parametrize(
@@ -140,9 +142,9 @@ def test_experts_and_slots_together_fit_what_dispatches_and_computes_them(
             moe_kernel=SimpleNamespace(fused_experts=type(kernel, (), {})())
         ),
     )
-    assert checks._too_many_experts(held, slots) is None
-    assert "use fewer --slots or more ranks" in str(checks._too_many_experts(held, slots + 1))
-    assert checks._too_many_experts(layer, 64) is None
+    assert layer_checks._too_many_experts(held, slots) is None
+    assert "use fewer --slots or more ranks" in str(layer_checks._too_many_experts(held, slots + 1))
+    assert layer_checks._too_many_experts(layer, 64) is None
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> 
     """Two engines of two ranks: with sequence parallelism each of the four has its own tokens."""
     own = vllm_layers.parallel_of(0, 4, "allgather_reducescatter", tensor_size=2)
     layer, _ = build(balanced, parallel=own)
-    checks.check_device_execution(layer, slots=2)
+    layer_checks.check_device_execution(layer, slots=2)
     own.sp_size = 1
     assert "count them more than once" in refusal(layer)
 

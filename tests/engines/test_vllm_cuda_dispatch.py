@@ -25,7 +25,7 @@ with warnings.catch_warnings():
         replace_device,
     )
     from tests.support.vllm_megakernel import give_megakernel
-    from ultraep_serve.engines.vllm import checks
+    from ultraep_serve.engines.vllm import layer_checks
     from ultraep_serve.engines.vllm.model import balance
     from ultraep_serve.engines.vllm.stage import BalancedStage
 
@@ -45,7 +45,7 @@ from ultraep_serve.config import BalanceConfig
 THRESHOLD = 48
 EXPANDED, AS_SENT = "deepep_v2", "deepep_v2 with graphs"  # the two layouts of what arrives
 MEGA = transports.MEGA
-BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS, AS_SENT, MEGA)
+BACKENDS = (transports.TENSOR, *layer_checks._ALL2ALL_BACKENDS, AS_SENT, MEGA)
 
 
 def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ with warnings.catch_warnings():
         run_batch,
         tokens_of,
     )
-    from ultraep_serve.engines.vllm import checks, mega_moe
+    from ultraep_serve.engines.vllm import checks, layer_checks, mega_moe
     from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.emulated_gpu.references import mega_moe as deep_gemm
@@ -181,10 +181,10 @@ def test_experts_and_slots_fit_the_kernels_counters_before_loading(
 
 def test_formats_that_no_model_has_are_refused(alone: Any) -> None:
     layer, _, _ = alone
-    checks.check_mega_moe(layer)
+    layer_checks.check_mega_moe(layer)
     layer.weight_format = deep_gemm_mega_moe.MEGA_MOE_BF16
     with pytest.raises(UnsupportedError, match="not been verified with experts in bf16"):
-        checks.check_mega_moe(layer)
+        layer_checks.check_mega_moe(layer)
 
 
 def test_modules_of_the_model_are_found_in_their_order_and_others_of_its_kind_are_not(

@@ -54,7 +54,7 @@ with warnings.catch_warnings():
         fp8_config,
         one_scale_per_expert,
     )
-    from ultraep_serve.engines.vllm import checks, expert_tensors, load, model
+    from ultraep_serve.engines.vllm import expert_tensors, layer_checks, load, model
     from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.support.experts import NUM_EXPERTS
@@ -236,7 +236,7 @@ FORMATS = {
 def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) -> None:
     """Rows of slots are copied from masters in the layer's parameters, then seen by the kernel."""
     layer, config = build_format(balanced, name)
-    checks.check_device_execution(layer, slots=2)
+    layer_checks.check_device_execution(layer, slots=2)
     parameters = expert_tensors.expert_parameters(layer)
     execution = model._Layers(config, VllmFlow(TokenView.OWN), None, [layer])  # type: ignore[arg-type]
     weights, plain = [ExpertWeights(layer, parameters)], layer.quant_method.moe_kernel
@@ -425,9 +425,9 @@ def test_experts_quantised_while_loading_are_taken_over_when_that_has_ended(
     assert len(final) == 2
     if kernel == "SomeExperts":
         with pytest.raises(UnsupportedError, match="expert kernel SomeExperts has not been verif"):
-            checks.check_device_execution(layer, slots=2)
+            layer_checks.check_device_execution(layer, slots=2)
         return
-    checks.check_device_execution(layer, slots=2)
+    layer_checks.check_device_execution(layer, slots=2)
     parameters = expert_tensors.expert_parameters(layer)
     assert final[-1] in [parameter.data_ptr() for parameter in parameters]
     dtypes = Counter(parameter.dtype for parameter in parameters)

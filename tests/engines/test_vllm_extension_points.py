@@ -29,7 +29,15 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, NUM_RANKS, NUM_SLOTS, SHAPE, build, configure
-    from ultraep_serve.engines.vllm import checks, expert_tensors, headless, kernel, load, model
+    from ultraep_serve.engines.vllm import (
+        checks,
+        expert_tensors,
+        headless,
+        kernel,
+        layer_checks,
+        load,
+        model,
+    )
     from ultraep_serve.engines.vllm.stage import BalancedStage, VllmFlow
 
 from ultraep_serve.config import BalanceConfig
@@ -177,8 +185,8 @@ def test_layers_of_any_class_get_the_stage_that_balances(
 ) -> None:
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
     layer, _ = build(balanced, config=config, kind=kind)
-    checks.check_layer(layer)
-    checks.check_device_execution(layer, slots=2)
+    layer_checks.check_layer(layer)
+    layer_checks.check_device_execution(layer, slots=2)
     stage = layer.quant_method.moe_kernel.prepare_finalize
     assert isinstance(stage, mk.FusedMoEPrepareAndFinalizeModular)
     wrapper = BalancedStage(stage, 0, VllmFlow(TokenView.OWN))
@@ -189,7 +197,8 @@ def test_layers_of_any_class_get_the_stage_that_balances(
 def test_experts_that_look_at_logical_ids_themselves_are_refused(balanced: Any) -> None:
     layer, _ = build(balanced, kind=SubstitutedExperts)
     reason = f"{NAMES[0]}: SubstitutedExperts computes its experts in a way of its own"
-    for check in (checks.check_layer, checks.check_cpu_execution):  # the latter without balancing
+    # the latter also where nobody balances
+    for check in (layer_checks.check_layer, layer_checks.check_cpu_execution):
         with pytest.raises(UnsupportedError, match=reason):
             check(layer)
 

@@ -36,7 +36,7 @@ with warnings.catch_warnings():
     )
     from tests.support.vllm_megakernel import give_megakernel
     from tests.support.vllm_transports import MEGA
-    from ultraep_serve.engines.vllm import checks, expert_tensors, megakernel, model
+    from ultraep_serve.engines.vllm import checks, expert_tensors, layer_checks, megakernel, model
     from ultraep_serve.engines.vllm.stage import VllmFlow
 
 from tests.emulated_gpu.references import flashinfer
@@ -94,7 +94,7 @@ def test_rows_of_slots_are_computed_with_and_masters_again_where_slots_are_taken
 ) -> None:
     """As in a start that fails late: masters have been moved, what vLLM's kernel read is gone."""
     layer, config = built(balanced)
-    checks.check_device_execution(layer, slots=NUM_SLOTS)
+    layer_checks.check_device_execution(layer, slots=NUM_SLOTS)
     at_home = [computed(layer, config, expert) for expert in range(NUM_MASTERS)]
     assert len({float(output.sum()) for output in at_home}) == NUM_MASTERS
     execution, weights = over(layer, config)

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     import tests.support.vllm_transports as transports
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import forward_pass
-    from ultraep_serve.engines.vllm import checks
+    from ultraep_serve.engines.vllm import layer_checks
     from ultraep_serve.engines.vllm.host import put_in_kernels
     from ultraep_serve.engines.vllm.model import balance
 
@@ -221,13 +221,13 @@ def cpu_layer(kernel: str, **changes: Any) -> Any:
 
 
 def test_kernels_are_accepted_and_refused_by_name() -> None:
-    checks.check_cpu_execution(cpu_layer("CPUExpertsFp8"))
+    layer_checks.check_cpu_execution(cpu_layer("CPUExpertsFp8"))
     for kernel in ("ZenCPUExpertsInt8", "ArmCPUExpertsInt8"):
         with pytest.raises(UnsupportedError, match=f"{kernel} has not been verified; use an unq"):
-            checks.check_cpu_execution(cpu_layer(kernel))
+            layer_checks.check_cpu_execution(cpu_layer(kernel))
     on_input = cpu_layer("CPUExpertsFp8", apply_router_weight_on_input=True)
     with pytest.raises(UnsupportedError, match="CPUExpertsFp8 takes no router weights"):
-        checks.check_cpu_execution(on_input)
+        layer_checks.check_cpu_execution(on_input)
     on_input.quant_method.is_monolithic = True
     with pytest.raises(UnsupportedError, match="CPUExpertsFp8 routes inside its kernel"):
-        checks.check_cpu_execution(on_input)
+        layer_checks.check_cpu_execution(on_input)

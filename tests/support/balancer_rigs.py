@@ -14,12 +14,12 @@ from ultraep_kernels.device.stream import Programs
 from tests.support.costs import FREE
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import SocketRendezvous
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.proof.answers import Answers

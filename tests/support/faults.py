@@ -14,8 +14,8 @@ import torch
 from ultraep_kernels.contract import Plan
 
 import ultraep_serve.balance.host.balancer as flow
-from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host.balancer import HostBalancer
+from ultraep_serve.balance.slots import LayerSlots
 from ultraep_serve.types import ExpertShape, VerificationCheck
 
 

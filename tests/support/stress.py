@@ -23,11 +23,11 @@ from tests.support.experts import sum_of_experts
 from tests.support.hosts import engine_group, host_path
 from tests.support.ring_files import KeepsNothing
 from ultraep_lab.imbalance import imbalance
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord

@@ -15,7 +15,7 @@ from ultraep_kernels.device.stream import Programs, Reach, Stream, StreamSizes
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_ok
-from ultraep_serve.balance.backend import LayerSlots
+from ultraep_serve.balance.slots import LayerSlots
 from ultraep_serve.types import ExpertShape
 
 _ALIGNMENT = 128  # bytes, of a tensor's start

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -19,10 +19,10 @@ from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.memory import HandleKind
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs
 from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds
-from ultraep_serve.errors import ConfigError, UltraEPError, UnsupportedError
+from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
@@ -30,7 +30,6 @@ from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import ExpertShape, TokenView, parse_speeds
 
 if TYPE_CHECKING:
-    from ultraep_serve.balance.slots import SlotPool
     from ultraep_serve.config import BalanceConfig  # needs pydantic, which GPU machines may lack
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -126,32 +125,6 @@ def row_width(num_logical_experts: int, view: TokenView) -> int:
     return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
-@dataclass(frozen=True)
-class LayerSlots:
-    """Where one layer's expert tensors lie; N tensors make up an expert."""
-
-    tensors: list[torch.Tensor]  # N tensors (L + S, ...), masters first
-    # (C, 4) units of transfer: where each lies in the first master; bytes from the start of every
-    # rank's pool to it in slot 0; bytes from one expert to the next; its size
-    chunks: NDArray[np.int64]
-
-    @cached_property
-    def bytes_per_expert(self) -> int:
-        return int(self.chunks[:, 3].sum())
-
-    @classmethod
-    def of(
-        cls, tensors: list[torch.Tensor], offsets: list[int], sizes: list[int], chunk_bytes: int
-    ) -> "LayerSlots":
-        """Describe adopted ``tensors``: ``offsets`` of slot 0 in the pool, ``sizes`` of experts."""
-        chunks = [
-            (tensor.data_ptr() + start, offset + start, size, min(chunk_bytes, size - start))
-            for tensor, offset, size in zip(tensors, offsets, sizes, strict=True)
-            for start in range(0, size, chunk_bytes)
-        ]
-        return cls(tensors, np.array(chunks, dtype=np.int64).reshape(-1, 4))
-
-
 def is_capturing(ids: torch.Tensor) -> bool:
     """Whether what is launched now for ``ids`` goes into a CUDA graph instead of being run."""
     return ids.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -226,7 +199,7 @@ class Backend(ABC):
     balancer_class: type[Any]
     fabric: Any  # once connected
 
-    def __init__(self, setup: GroupSetup, pool: "SlotPool") -> None:
+    def __init__(self, setup: GroupSetup, pool: SlotPool) -> None:
         self.setup, self._pool = setup, pool
         self.layers: list[LayerSlots] = []
         self._undo = ExitStack()
@@ -290,26 +263,3 @@ class Backend(ABC):
     def _warm_up(self, balancer: Any, recorder: Recorder) -> None:
         """Do what is left before the balancer serves."""
         return
-
-
-def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
-    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
-    location = setup.location
-    if device.type == "cpu":
-        if location.spans_hosts:
-            raise UnsupportedError(
-                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
-                f"reach; use at most the {location.host_size} ranks of a host"
-            )
-        from ultraep_serve.balance.host.backend import HostBackend
-
-        return HostBackend(setup)
-    if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced")
-    # Only here: needs Triton, which a host without a GPU may do without.
-    from ultraep_serve.balance.cuda.backend import DeviceBackend
-    from ultraep_serve.balance.cuda.driver import open_driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
-    return DeviceBackend(setup, open_driver(index, kind))

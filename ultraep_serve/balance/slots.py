@@ -15,15 +15,43 @@ masters, put before a boundary, would not start aligned as kernels expect (TMA).
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.memory import Allocation, Driver, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
 
 ALIGNMENT = 128  # bytes, of a tensor's start; TMA asks for 16, and for 128 in shared memory
 _ARENA_UNITS = 16  # granularities of memory that packed tensors share
+
+
+@dataclass(frozen=True)
+class LayerSlots:
+    """Where one layer's expert tensors lie; N tensors make up an expert."""
+
+    tensors: list[torch.Tensor]  # N tensors (L + S, ...), masters first
+    # (C, 4) units of transfer: where each lies in the first master; bytes from the start of every
+    # rank's pool to it in slot 0; bytes from one expert to the next; its size
+    chunks: NDArray[np.int64]
+
+    @cached_property
+    def bytes_per_expert(self) -> int:
+        return int(self.chunks[:, 3].sum())
+
+    @classmethod
+    def of(
+        cls, tensors: list[torch.Tensor], offsets: list[int], sizes: list[int], chunk_bytes: int
+    ) -> "LayerSlots":
+        """Describe adopted ``tensors``: ``offsets`` of slot 0 in the pool, ``sizes`` of experts."""
+        chunks = [
+            (tensor.data_ptr() + start, offset + start, size, min(chunk_bytes, size - start))
+            for tensor, offset, size in zip(tensors, offsets, sizes, strict=True)
+            for start in range(0, size, chunk_bytes)
+        ]
+        return cls(tensors, np.array(chunks, dtype=np.int64).reshape(-1, 4))
 
 
 @dataclass(frozen=True)

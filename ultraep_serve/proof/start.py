@@ -20,7 +20,7 @@ from ultraep_kernels.contract import FULL_SPEED, Plan
 from ultraep_kernels.experts import expert_bytes
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import LayerSlots
+from ultraep_serve.balance.slots import LayerSlots
 from ultraep_serve.errors import SERVE_UNBALANCED, SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext

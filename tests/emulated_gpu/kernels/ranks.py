@@ -13,12 +13,12 @@ from ultraep_kernels.device.stream import Programs
 from tests.support.balancer_rigs import SHAPES, masters_of
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.memory import HandleKind, Shareable
 from ultraep_serve.balance.rendezvous import Handshake
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 
 __all__ = [
     "PATIENCE_NS",

@@ -1,4 +1,4 @@
-"""``deep_gemm`` as SGLang calls it for experts in BF16 behind DeepEP's dispatch: rows by expert."""
+"""``deep_gemm`` as SGLang calls it for experts in BF16 behind DeepEP's dispatches: by expert."""
 
 import torch
 
@@ -22,12 +22,21 @@ def m_grouped_bf16_gemm_nt_contiguous(
         d[rows] = (a[rows].float() @ b[expert].float().T).to(d.dtype)
 
 
+@in_stream
+def m_grouped_bf16_gemm_nt_masked(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, masked_m: torch.Tensor, _expected_m: int
+) -> None:
+    """The first ``masked_m`` (E,) rows of each expert's ``a`` (E, M, K) times its (N, K)."""
+    for expert, count in enumerate(masked_m.tolist()):
+        d[expert, :count] = (a[expert, :count].float() @ b[expert].float().T).to(d.dtype)
+
+
 def install_deep_gemm() -> None:
     """Make what SGLang calls of it importable."""
-    product = m_grouped_bf16_gemm_nt_contiguous
     put(
         "deep_gemm",
-        m_grouped_bf16_gemm_nt_contiguous=product,
+        m_grouped_bf16_gemm_nt_contiguous=m_grouped_bf16_gemm_nt_contiguous,
+        m_grouped_bf16_gemm_nt_masked=m_grouped_bf16_gemm_nt_masked,
         get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
     )
     put("deep_gemm.utils")

@@ -12,14 +12,14 @@ from ultraep_kernels.device.plan import Given, Planner, Rows, Sender, plan_sizes
 from ultraep_kernels.device.relays import has_relays
 from ultraep_kernels.device.stream import Programs
 
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import Backend, GroupSetup, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, gather_bytes
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import MOST_CHUNK_BYTES, DeviceFabric, Limits
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.balance.memory import Driver
 from ultraep_serve.balance.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
 from ultraep_serve.telemetry.recorder import Recorder
 

@@ -14,7 +14,6 @@ from ultraep_kernels.device.plan import Gate, new_states
 from ultraep_serve.balance.backend import (
     GroupSetup,
     LayerBalancer,
-    LayerSlots,
     is_capturing,
     marking_failure,
 )
@@ -25,6 +24,7 @@ from ultraep_serve.balance.cuda.pages import Batches, Page
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.records import Records
+from ultraep_serve.balance.slots import LayerSlots
 from ultraep_serve.costs.model import IntegerCosts, least_saved
 from ultraep_serve.plan.residents import prices_of
 from ultraep_serve.telemetry.control import ControlPage

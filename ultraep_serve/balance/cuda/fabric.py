@@ -18,11 +18,10 @@ from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import Programs, Reach, Stream, StreamSizes
 
-from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
 from ultraep_serve.balance.cuda.driver import host_words
 from ultraep_serve.balance.rendezvous import Rendezvous, map_domain, of_group
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.system.topology import Location
 

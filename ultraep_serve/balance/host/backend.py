@@ -10,11 +10,11 @@ from ultraep_kernels.host.exchange import contradictions
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import Backend, GroupSetup, row_width
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.memory import HostMemory
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.costs.calibration import Probes, probe_loads
 from ultraep_serve.plan.quota import plan_quota, warm_up
 

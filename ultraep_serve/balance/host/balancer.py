@@ -20,11 +20,12 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 from ultraep_kernels.host.speeds import measured_speeds
 
-from ultraep_serve.balance.backend import GroupSetup, LayerBalancer, LayerSlots, marking_failure
+from ultraep_serve.balance.backend import GroupSetup, LayerBalancer, marking_failure
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.own_time import OwnTime
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.balance.records import Records
+from ultraep_serve.balance.slots import LayerSlots
 from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,

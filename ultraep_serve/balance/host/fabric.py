@@ -20,10 +20,10 @@ from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
 from ultraep_kernels.host.stream import Reach, stream_chunks
 
-from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
+from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import all_gather_rows
 from ultraep_serve.balance.rendezvous import SocketRendezvous, map_domain, of_group
-from ultraep_serve.balance.slots import SlotPool
+from ultraep_serve.balance.slots import LayerSlots, SlotPool
 from ultraep_serve.balance.watch import WATCH_SECONDS
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.system.topology import Location, is_process_alive, process_namespace

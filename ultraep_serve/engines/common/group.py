@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from ultraep_serve.balance.agreement import find_location, require_agreement, unanimous
-from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer, make_backend
+from ultraep_serve.balance.backend import Backend, GroupSetup, LayerBalancer
 from ultraep_serve.balance.collectives import gather_bytes
 from ultraep_serve.balance.watch import HostBeats, Watch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import NEW_COPIES, fewest_assignments
+from ultraep_serve.engines.common.backends import make_backend, proof_of
 from ultraep_serve.engines.common.loaded import (
     EngineRank,
     Execution,
@@ -100,7 +101,7 @@ class BalancedLayers:
             self._setup = backend.setup = self._with_smallest_batch()
             if page is not None and own.pipeline.number == 0:
                 self._files.write_costs(self._costs)
-            stages_of, make_samples = _proof_of(backend)
+            stages_of, make_samples = proof_of(backend)
             self.self_check = self._check_itself(stages_of, backend)
             undo.pop_all()
         if reason := self._setup.why_never_balanced(self._costs, layers.largest_batch):
@@ -314,19 +315,6 @@ class BalancedLayers:
                 logger.info("ultraep: self-check %s %s", check.name, passed)
             if check.warning:
                 logger.warning("ultraep: self-check %s: %s", check.name, check.warning)
-
-
-def _proof_of(backend: Backend) -> tuple[Callable[[Any], Any], type[Any]]:
-    """Stages and samples of ``backend``; those on a GPU need Triton."""
-    from ultraep_serve.balance.host.backend import HostBackend
-
-    if isinstance(backend, HostBackend):
-        from ultraep_serve.proof import host
-
-        return host.stages_of, host.HostSamples
-    from ultraep_serve.proof import device
-
-    return device.stages_of, device.DeviceSamples
 
 
 def _move_back(parameters: Sequence[nn.Parameter], num_masters: int) -> None:

@@ -35,7 +35,8 @@ from ultraep_serve.engines.common.cpu_experts import (
     is_exact,
     own_type,
 )
-from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
+from ultraep_serve.engines.vllm.checks import has_amx
+from ultraep_serve.engines.vllm.layer_checks import check_cpu_execution
 
 _MANY_ROWS = 128  # of an expert on average, from which on products are quicker
 _COLUMNS = 16  # outputs of a block in matrices packed for the kernel

@@ -33,7 +33,8 @@ from ultraep_serve.engines.common.loaded import (
     require_one_number,
 )
 from ultraep_serve.engines.common.weights import ExpertWeights
-from ultraep_serve.engines.vllm.checks import MEGA_MOE, check_mega_moe, largest_batch
+from ultraep_serve.engines.vllm.checks import MEGA_MOE, largest_batch
+from ultraep_serve.engines.vllm.layer_checks import check_mega_moe
 from ultraep_serve.engines.vllm.stage import VllmFlow
 from ultraep_serve.types import ExpertShape, TokenView
 

@@ -35,7 +35,7 @@ from ultraep_serve.engines.common.loaded import (
 )
 from ultraep_serve.engines.common.run import refuse_or_serve_plainly
 from ultraep_serve.engines.common.weights import ExpertWeights
-from ultraep_serve.engines.vllm import checks
+from ultraep_serve.engines.vllm import checks, layer_checks
 from ultraep_serve.engines.vllm.expert_tensors import (
     expert_parameters,
     is_as_in_checkpoint,
@@ -162,9 +162,9 @@ def _described(
     """What can be balanced as it is. Raises UnsupportedError for anything else."""
     require_one_number([layer.global_num_experts for layer in layers])
     for layer in layers:
-        checks.check_layer(layer)
+        layer_checks.check_layer(layer)
         if not current_platform.is_cpu():
-            checks.check_device_execution(layer, config.slots)
+            layer_checks.check_device_execution(layer, config.slots)
     first, parameters = layers[0], [expert_parameters(layer) for layer in layers]
     parallel, moe = vllm_config.parallel_config, first.moe_config
     return LoadedLayers(
