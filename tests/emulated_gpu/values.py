@@ -10,8 +10,8 @@ and with policy off. All layers of all prefill batches are sampled. Tokens must 
 transformers, and samples must fail where a mistake is made and nowhere else.
 
 DeepEP and FlashInfer combine in bfloat16, and experts in formats round too. There the prompts are
-those of many whose next tokens are likelier than all others by most, by transformers in float32, so
-that rounding does not choose. transformers is given what a format's weights stand for, and rounds
+those of many whose next tokens are likelier than all others by most, by transformers in float32,
+and the same in bfloat16 where that is served, so that rounding does not choose. transformers is given what a format's weights stand for, and rounds
 what they are multiplied by as FP8 and INT8 do. Experts in 4 bits compute in bfloat16: there
 balanced tokens must be those with policy off, and most of them those of transformers.
 """
@@ -140,6 +140,10 @@ def make_questions(folder: Path, way: Way) -> tuple[Path, Path]:
         plain = dequantise(model, folder / "dequantised", way.format)
     sizes = (POOL, FEWER_TOKENS) if way.dispatch or way.format else (way.prompts, NEW_TOKENS)
     answers = by_transformers(plain, *sizes, SCHEMES.get(way.format))
+    if way.dtype != TYPE:
+        less = by_transformers(plain, *sizes, None, torch.bfloat16)
+        pairs = zip(answers, less, strict=True)
+        answers = [own for own, other in pairs if own["tokens"] == other["tokens"]]
     decided = sorted(answers, key=lambda each: -each["margin"])[: way.prompts]
     expected.write_text(json.dumps(decided))
     return model, expected
@@ -153,14 +157,14 @@ def prompts(number: int) -> list[list[int]]:
 
 
 def by_transformers(
-    model: Path, number: int, tokens: int, scheme: Scheme | None
+    model: Path, number: int, tokens: int, scheme: Scheme | None, dtype: torch.dtype = torch.float32
 ) -> list[dict[str, Any]]:
     """Prompts, and tokens on the CPU, without a cache, so that nothing is shared with what is
     checked; ``margin`` is the least by which the likeliest token's logit is above all others'."""
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    settings: dict[str, Any] = {"dtype": torch.float32}
+    settings: dict[str, Any] = {"dtype": dtype}
     if scheme is not None and (rounded := scheme.rounded) is not None:
         settings["experts_implementation"] = "rounded"
 

@@ -1,9 +1,9 @@
-"""Where copies stay: the load split over what slots hold, and new copies beside it.
+"""Where copies stay: the load split over what slots hold, beside new copies (``_plan_grow``).
 
-One program of one warp splits it, says whether new copies are wanted, and grows: it adds copies one
-by one. Attempts of a fresh plan are made only where they are wanted, beside that; the last of them
-compares. State lies in the memory of the layer, of which the launch is the only one to know, slot
-by slot. Twins: ``host._plan_residents``, ``ultraep_serve.plan.residents``.
+One program of one warp splits it, says whether new copies are wanted, and grows. Attempts of a
+fresh plan are made only where they are wanted, beside that; the last of them compares. State lies
+in the memory of the layer, of which the launch is the only one to know, slot by slot. Twins:
+``host._plan_residents``, ``ultraep_serve.plan.residents``.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ultraep_kernels import contract
 from ultraep_kernels.contract import Prices
-from ultraep_kernels.device._plan_attempt import NOBODY, at
+from ultraep_kernels.device._plan_attempt import NOBODY
 from ultraep_kernels.device._plan_decide import rank_loads, saved_time, take_best
 from ultraep_kernels.device._plan_level import level, speeds_in
 from ultraep_kernels.device._plan_times import FULL, busiest, least_time
@@ -29,12 +29,10 @@ RESIDENTS = tl.constexpr(3)
 _FORGET, _TURN = tl.constexpr(contract.FORGET), tl.constexpr(contract.TURN)
 _SHIFT = tl.constexpr(contract.AVERAGE_SHIFT)
 _SOON, _LATER = tl.constexpr(contract.SOON_BATCHES), tl.constexpr(contract.LATER_BATCHES)
-_SWEEPS, _SWEEPS_OF_A_STEP = tl.constexpr(contract.SPLIT_SWEEPS), tl.constexpr(contract.STEP_SWEEPS)
-_STEPS = tl.constexpr(contract.MOST_NEW_COPIES)
+_SWEEPS = tl.constexpr(contract.SPLIT_SWEEPS)
 _AT_ONCE = tl.constexpr(128)  # experts, or slots
-_FAR = tl.constexpr(1 << 62)  # more room than any rank has
 # of what is in memory: the cost of the best slots, batches that they are meant for
-_BEST, _HORIZON, _OTHER_GOAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BEST, _HORIZON, OTHER_GOAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Kept(NamedTuple):
@@ -143,60 +141,7 @@ def split_again(attempts, found, kept, SIZES: tl.constexpr):
     """rank_load (R,) where the load is split over the best slots from the beginning."""
     goal, loads_ptr = tl.load(attempts.goal), found.expert_load
     home = rank_loads(loads_ptr, SIZES)
-    return _split(0, loads_ptr, home, goal, attempts, kept, kept.best, 1, SIZES)
-
-
-@triton.jit
-def grow(now_load, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
-    """Try new copies one by one; the best slots, and what is known of them, are in memory then."""
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    NUM_WORDS: tl.constexpr = NUM_RANKS * NUM_SLOTS * 2
-    ranks = every_32nd(SIZES.block_all_ranks)
-    exists = ranks < NUM_RANKS
-    speeds = speeds_in(attempts, SIZES)
-    goal = tl.load(attempts.goal)
-    home = rank_loads(kept.mirror, SIZES)
-    other_goal = _goal(home, speeds, SIZES)
-    other_load = _split(1, kept.mirror, home, other_goal, attempts, kept, kept.best, 1, SIZES)
-    time, after = busiest(now_load, speeds), busiest(other_load, speeds)
-    best = _total(time, after, kept, state_ptr, SIZES)
-    step = tl.full((), 0, tl.int32)
-    goes_on = best >= 0
-    while goes_on & (step < _STEPS):
-        step += 1
-        worse = (time - goal < after - other_goal).to(tl.int32)
-        left_ptr = kept.left + worse * SIZES.num_experts
-        left_of_better = kept.left + (1 - worse) * SIZES.num_experts
-        placed_ptr = kept.placed + worse * NUM_WORDS
-        placed_of_better = kept.placed + (1 - worse) * NUM_WORDS
-        rank_load = tl.where(worse == 1, other_load, now_load)
-        whole = tl.where(worse == 1, other_goal, goal) * speeds // FULL
-        room = tl.where(exists, whole - rank_load, _FAR)
-        least = tl.min(room, axis=0)
-        donor = tl.min(tl.where(room == least, ranks, NOBODY), axis=0)
-        both = left_ptr, left_of_better, placed_ptr, placed_of_better
-        expert = _pick_expert(donor, both, SIZES)
-        target, slot = _pick_slot(expert, donor, room, whole, both, SIZES)
-        goes_on = (least < 0) & (expert >= 0) & (target < NOBODY)
-        if goes_on:
-            here = slot, target
-            now_load = _put(expert, here, now_load, kept.left, kept.placed, SIZES)
-            second = kept.left + SIZES.num_experts, kept.placed + NUM_WORDS
-            other_load = _put(expert, here, other_load, second[0], second[1], SIZES)
-            now_load = level(0, now_load, attempts, goal, kept, _SWEEPS_OF_A_STEP, SIZES)
-            other_load = level(1, other_load, attempts, other_goal, kept, _SWEEPS_OF_A_STEP, SIZES)
-            time, after = busiest(now_load, speeds), busiest(other_load, speeds)
-            cost = _total(time, after, kept, state_ptr, SIZES)
-            if cost < best:
-                index = tl.arange(0, SIZES.block_places)
-                is_place = index < NUM_RANKS * NUM_SLOTS
-                held = tl.load(kept.placed + index * 2, mask=is_place, other=-1)
-                tl.store(kept.best + index, held, mask=is_place)
-            best = tl.minimum(best, cost)
-    tl.store(kept.words + _BEST, best)
-    tl.store(kept.words + _OTHER_GOAL, other_goal)
-    tl.debug_barrier()
+    return split_over(0, loads_ptr, home, goal, attempts, kept, kept.best, 1, SIZES)
 
 
 @triton.jit
@@ -208,7 +153,7 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     _, time, _, _ = take_best(attempts, SIZES)
     tl.debug_barrier()  # the winners are read
     time = time.to(tl.int64)
-    best, other_goal = tl.load(kept.words + _BEST), tl.load(kept.words + _OTHER_GOAL)
+    best, other_goal = tl.load(kept.words + BEST), tl.load(kept.words + OTHER_GOAL)
     prices = tl.load(kept.prices), tl.load(kept.prices + 1)
     now, other = _cost(tl.load(attempts.goal), prices), _cost(other_goal, prices)
     least = 2 * now + 4 * prices[0] + tl.load(kept.words + _HORIZON) * (now + other)
@@ -216,9 +161,9 @@ def compare_fresh(attempts, found, kept, state_ptr, SIZES: tl.constexpr):
     if best > least:
         _merge_fresh(attempts, kept, state_ptr, SIZES)
         home = rank_loads(kept.mirror, SIZES)
-        after = _split(1, kept.mirror, home, other_goal, attempts, kept, kept.placed, 2, SIZES)
+        after = split_over(1, kept.mirror, home, other_goal, attempts, kept, kept.placed, 2, SIZES)
         after = busiest(after, speeds_in(attempts, SIZES))
-        total = _total(time, after, kept, state_ptr, SIZES)
+        total = total_cost(time, after, kept, state_ptr, SIZES)
     if total >= best:
         time = busiest(split_again(attempts, found, kept, SIZES), speeds_in(attempts, SIZES))
     return time
@@ -281,7 +226,7 @@ def decide(time, gate, attempts, found, kept, state_ptr, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _goal(rank_load, speeds, SIZES: tl.constexpr):
+def goal_of(rank_load, speeds, SIZES: tl.constexpr):
     """As the survey's: a time, of ranks with ``rank_load`` and every expert at home."""
     ranks = every_32nd(SIZES.block_all_ranks)
     least = tl.full((), 0, tl.int64)
@@ -292,7 +237,7 @@ def _goal(rank_load, speeds, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _split(
+def split_over(
     number,  # of the scenario: 0 the load, 1 its mirror
     loads_ptr,  # (E,) int32
     home,  # (R,) int32: what ranks compute with every expert on its master
@@ -322,77 +267,6 @@ def _split(
 
 
 @triton.jit
-def _pick_expert(donor, both, SIZES: tl.constexpr):
-    """What the donor computes most of, by master or slot, in both scenarios; -1 nothing.
-
-    ``both``: what is left in the worse one and in the other, what is placed there.
-    """
-    left_ptr, left_of_better, placed_ptr, placed_of_better = both
-    masters, slots = tl.arange(0, SIZES.block_masters), tl.arange(0, SIZES.block_slots)
-    is_master, is_slot = masters < SIZES.num_masters, slots < SIZES.num_slots
-    first = donor * SIZES.num_masters
-    here = tl.load(left_ptr + first + masters, mask=is_master, other=0)
-    there = tl.load(left_of_better + first + masters, mask=is_master, other=0)
-    sizes = tl.where(here > 0, here + there, 0)
-    most = tl.max(sizes, axis=0)
-    chosen = tl.min(tl.where((sizes == most) & (most > 0), masters, NOBODY), axis=0)
-    offsets = (slots * SIZES.num_ranks + donor) * 2
-    here = tl.load(placed_ptr + offsets + 1, mask=is_slot, other=0)
-    there = tl.load(placed_of_better + offsets + 1, mask=is_slot, other=0)
-    sizes = tl.where(here > 0, here + there, 0)
-    largest = tl.max(sizes, axis=0)
-    slot = tl.min(tl.where((sizes == largest) & (largest > most), slots, NOBODY), axis=0)
-    held = tl.load(placed_ptr + offsets, mask=slots == slot, other=0)
-    expert = tl.where(most > 0, first + chosen, -1)
-    return tl.where(largest > most, tl.sum(tl.where(slots == slot, held, 0), axis=0), expert)
-
-
-@triton.jit
-def _pick_slot(expert, donor, room, whole, both, SIZES: tl.constexpr):
-    """Rank and slot with most ``room`` (R,) and least that would be missed; NOBODY: none has."""
-    _, _, placed_ptr, placed_of_better = both
-    ranks = every_32nd(SIZES.block_all_ranks)
-    exists = ranks < SIZES.num_ranks
-    home = tl.maximum(expert, 0) // SIZES.num_masters
-    is_open = exists & (ranks // SIZES.domain_size == home // SIZES.domain_size) & (room > 0)
-    is_open = is_open & (ranks != donor) & (ranks != home)
-    score = tl.full((SIZES.block_all_ranks,), -_FAR, tl.int64)
-    chosen, holds = ranks * 0, ranks * 0
-    for slot in range(0, SIZES.num_slots):
-        offsets = (slot * SIZES.num_ranks + ranks) * 2
-        held = tl.load(placed_ptr + offsets, mask=exists, other=-1)
-        here = tl.load(placed_ptr + offsets + 1, mask=exists, other=0)
-        there = tl.load(placed_of_better + offsets + 1, mask=exists, other=0)
-        missed = tl.maximum(here, there).to(tl.int64)
-        left = room - 4 * missed
-        is_better = (missed <= whole // 4) & (left > score)
-        chosen = tl.where(is_better, slot, chosen)
-        score = tl.where(is_better, left, score)
-        holds |= (held == expert).to(tl.int32)
-    score = tl.where(is_open & (holds == 0), score, -_FAR)
-    most = tl.max(score, axis=0)
-    target = tl.min(tl.where((score == most) & (most > -_FAR), ranks, NOBODY), axis=0)
-    return target, at(chosen, ranks, target)
-
-
-@triton.jit
-def _put(expert, here, rank_load, left_ptr, placed_ptr, SIZES: tl.constexpr):
-    slot, target = here
-    ranks = every_32nd(SIZES.block_all_ranks)
-    pair_ptr = placed_ptr + (slot * SIZES.num_ranks + target) * 2
-    before, amount = tl.load(pair_ptr), tl.load(pair_ptr + 1)  # 0 where nothing is there
-    before = tl.maximum(before, 0)
-    left = tl.load(left_ptr + before)
-    tl.debug_barrier()  # all lanes have read
-    tl.store(left_ptr + before, left + amount)
-    tl.store(pair_ptr, expert)
-    tl.store(pair_ptr + 1, amount * 0)
-    tl.debug_barrier()
-    back = tl.where(ranks == before // SIZES.num_masters, amount, 0)
-    return rank_load + back - tl.where(ranks == target, amount, 0)
-
-
-@triton.jit
 def _new_copies(places, kept, state_ptr, SIZES: tl.constexpr):
     """Whether each of ``places`` has another expert than before, and which."""
     is_place = places < SIZES.num_ranks * SIZES.num_slots
@@ -402,7 +276,7 @@ def _new_copies(places, kept, state_ptr, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _total(time, after, kept, state_ptr, SIZES: tl.constexpr):
+def total_cost(time, after, kept, state_ptr, SIZES: tl.constexpr):
     """Twice the cost of this batch, which takes ``time`` and all new copies, and of those to come.
 
     Of copies where the load, not its mirror, is placed.

@@ -14,12 +14,12 @@ import triton.language as tl
 
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
 from ultraep_kernels.device._plan_decide import NO_KEY, is_reached, survey, take_winners
+from ultraep_kernels.device._plan_grow import grow
 from ultraep_kernels.device._plan_level import speeds_in
 from ultraep_kernels.device._plan_residents import (
     compare_fresh,
     decide,
     forget_what_changed,
-    grow,
     split_again,
     split_residents,
 )
