@@ -11,9 +11,10 @@ transformers, and samples must fail where a mistake is made and nowhere else.
 
 DeepEP and FlashInfer combine in bfloat16, and experts in formats round too. There the prompts are
 those of many whose next tokens are likelier than all others by most, by transformers in float32,
-and the same in bfloat16 where that is served, so that rounding does not choose. transformers is given what a format's weights stand for, and rounds
-what they are multiplied by as FP8 and INT8 do. Experts in 4 bits compute in bfloat16: there
-balanced tokens must be those with policy off, and most of them those of transformers.
+and the same in bfloat16 where that is served, so that rounding does not choose. transformers is
+given what a format's weights stand for, and rounds what they are multiplied by as FP8 and INT8 do.
+Experts in 4 bits compute in bfloat16: there balanced tokens must be those with policy off, and most
+of them those of transformers.
 """
 
 import json
