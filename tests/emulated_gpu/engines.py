@@ -111,6 +111,8 @@ class Way:
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         own = {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
+        # SGLang's cache in Rust asks tensors of the emulated GPU for a type that they lack
+        own |= {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
         if self.dispatch:
             own |= {DISPATCH: "1", "EP_DISABLE_GIN": "1"}  # the emulated NCCL has no GIN
             own |= {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}  # nothing is to be compiled
