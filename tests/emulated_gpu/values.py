@@ -96,7 +96,7 @@ WAYS = (
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
     Way("sglang", parallel="data", dispatch="deepep", mistakes=("slot", "id")),
-    Way("sglang", parallel="data", dispatch="deepep auto"),
+    Way("sglang", parallel="data", dispatch="deepep auto", prompts=14, experts_per_token=4),
     Way("sglang", parallel="data", dispatch="deepep", ranks=4, prompts=14, experts_per_token=4),
 )
 
