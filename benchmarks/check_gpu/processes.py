@@ -144,4 +144,4 @@ PARTS = (
     Part("first-token", 150, _engine("vllm", "first_token.py")),
 )
 if "EMULATED_GPU_OPERATORS" in os.environ:
-    PARTS += (Part("values", 360, _values),)
+    PARTS += (Part("values", 600, _values),)

@@ -124,7 +124,7 @@ def _emulated() -> str:
     least, most = (of(each["layers"] for each in samples) for of in (min, max))
     text = (
         "A tiny made-up model, in bfloat16 with dispatches and experts in 4 bits, else in float32; "
-        "10 to 14 prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless "
+        "12 or 14 prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless "
         f"said otherwise; {least} to {most} samples in each, none failed"
     )
     head = (

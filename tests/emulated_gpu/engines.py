@@ -71,7 +71,7 @@ class Way:
     format: str = ""  # of experts, one of ``KERNELS``
     may_capture: bool = False  # so DeepEP v2 leaves rows as they were sent; nothing is captured
     prefix_cache: bool = False  # where prompts are asked again, their beginnings are not computed
-    prompts: int = 10
+    prompts: int = 12
     experts_per_token: int = 2  # plans are as good as 2 %, of many assignments or few
 
     @property

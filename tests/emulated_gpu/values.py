@@ -84,11 +84,10 @@ WAYS = (
     Way(slot_memory="shared", mistakes=tuple(FOUND_BY)),
     Way(ranks=4),
     Way(ranks=4, domain_size=2),
-    *(Way(parallel="data", dispatch=name, prompts=12) for name in DISPATCHES),
-    Way(parallel="data", dispatch="deepep_v2", may_capture=True, prompts=12),
+    *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
+    Way(parallel="data", dispatch="deepep_v2", may_capture=True),
     *(Way(format=name, prompts=14) for name in FORMATS),
-    # FlashInfer's megakernel
-    Way(parallel="data", dispatch="passthrough", format="nvfp4", prompts=12),
+    Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
     Way("sglang", mistakes=tuple(FOUND_BY)),
     Way("sglang", decode_in_graphs=True),
     Way("sglang", prefix_cache=True),
