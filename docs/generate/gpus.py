@@ -106,7 +106,7 @@ def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
 
 def _emulated() -> str:
     """Answers of engines on the emulated GPU: ways to serve with as many right answers in a row."""
-    whole, more = map(read_document, ("gpu-emulated", "gpu-emulated-ways"))
+    whole, more = map(read_document, ("gpu-emulated-values", "gpu-emulated-ways"))
     found = [*whole["parts"]["values"]["found"], *more["rows"]]
     found = [row for row in found if "samples" in row]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
