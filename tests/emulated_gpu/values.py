@@ -82,10 +82,10 @@ WAYS = (
     Way(runner=1),
     Way(prefix_cache=True),
     Way(slot_memory="shared", mistakes=tuple(FOUND_BY)),
-    Way(ranks=4),
-    Way(ranks=4, domain_size=2),
-    *(Way(parallel="data", dispatch=name) for name in DISPATCHES),
-    Way(parallel="data", dispatch="deepep_v2", may_capture=True),
+    Way(ranks=4, experts_per_token=4),
+    Way(ranks=4, experts_per_token=4, domain_size=2),
+    *(Way(parallel="data", dispatch=name, experts_per_token=4) for name in DISPATCHES),
+    Way(parallel="data", dispatch="deepep_v2", experts_per_token=4, may_capture=True),
     *(Way(format=name, prompts=14) for name in FORMATS),
     Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
     Way("sglang", mistakes=tuple(FOUND_BY)),
@@ -94,9 +94,9 @@ WAYS = (
     Way("sglang", decode_in_graphs=True, slot_memory="shared"),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
-    Way("sglang", parallel="data", dispatch="deepep", mistakes=("slot", "id")),
-    Way("sglang", parallel="data", dispatch="deepep auto", prompts=14, experts_per_token=4),
-    Way("sglang", parallel="data", dispatch="deepep", ranks=4, prompts=14, experts_per_token=4),
+    Way("sglang", parallel="data", dispatch="deepep", experts_per_token=4, mistakes=("slot", "id")),
+    Way("sglang", parallel="data", dispatch="deepep auto", experts_per_token=4),
+    Way("sglang", parallel="data", dispatch="deepep", experts_per_token=4, ranks=4),
 )
 
 
