@@ -75,8 +75,8 @@ DISPATCHES = (
     "flashinfer_nvlink_one_sided",
 )
 FORMATS = "fp8", "fp8-tensor", "int8", "int4", "awq", "mxfp4", "nvfp4"
-WAYS = (
-    Way(mistakes=tuple(FOUND_BY)),
+WAYS = (  # where copies stay none are made anew for prompts that are asked again, to be lost
+    Way(mistakes=("slot", "id")),
     Way(decode_in_graphs=True),
     Way(parallel="data"),
     Way(runner=1),
@@ -88,10 +88,10 @@ WAYS = (
     Way(parallel="data", dispatch="deepep_v2", experts_per_token=4, may_capture=True),
     *(Way(format=name, prompts=14) for name in FORMATS),
     Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
-    Way("sglang", mistakes=tuple(FOUND_BY)),
+    Way("sglang", mistakes=("slot", "id")),
     Way("sglang", decode_in_graphs=True),
     Way("sglang", prefix_cache=True),
-    Way("sglang", decode_in_graphs=True, slot_memory="shared"),
+    Way("sglang", decode_in_graphs=True, slot_memory="shared", mistakes=tuple(FOUND_BY)),
     Way("sglang", parallel="data", decode_in_graphs=True),
     Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
     Way("sglang", parallel="data", dispatch="deepep", experts_per_token=4, mistakes=("slot", "id")),
