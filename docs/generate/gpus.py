@@ -106,9 +106,7 @@ def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
 
 def _emulated() -> str:
     """Answers of engines on the emulated GPU: ways to serve with as many right answers in a row."""
-    whole, more = map(read_document, ("gpu-emulated-values", "gpu-emulated-ways"))
-    found = [*whole["parts"]["values"]["found"], *more["rows"]]
-    found = [row for row in found if "samples" in row]
+    found = [row for row in read_document("gpu-emulated-values")["rows"] if "samples" in row]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in found:
         same = f"{row['same_balanced']}, {row['same_off']} of {row['answers']}"
@@ -124,15 +122,14 @@ def _emulated() -> str:
     least, most = (of(each["layers"] for each in samples) for of in (min, max))
     text = (
         "A tiny made-up model, in bfloat16 with dispatches and experts in 4 bits, else in float32; "
-        "12 or 14 prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless "
+        "10 to 14 prompts of 30 to 300 tokens; eager, in vLLM by its default runner (V2), unless "
         f"said otherwise; {least} to {most} samples in each, none failed"
     )
     head = (
         "", "ranks, and how", "greedy tokens as transformers', balanced, `off`",
         "worst layer's imbalance",
     )  # fmt: skip
-    of_rows = [row for row in found if "commit" in row]
-    return conditions(text, whole, *of_rows) + table(head, rows)
+    return conditions(text, *found) + table(head, rows)
 
 
 def _short(way: str) -> str:

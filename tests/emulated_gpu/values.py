@@ -93,7 +93,7 @@ WAYS = (  # where copies stay none are made anew for prompts that are asked agai
     Way("sglang", prefix_cache=True),
     Way("sglang", decode_in_graphs=True, slot_memory="shared", mistakes=tuple(FOUND_BY)),
     Way("sglang", parallel="data", decode_in_graphs=True),
-    Way("sglang", parallel="data", decode_in_graphs=True, ranks=4),
+    Way("sglang", parallel="data", decode_in_graphs=True, experts_per_token=4, ranks=4),
     Way("sglang", parallel="data", dispatch="deepep", experts_per_token=4, mistakes=("slot", "id")),
     Way("sglang", parallel="data", dispatch="deepep auto", experts_per_token=4),
     Way("sglang", parallel="data", dispatch="deepep", experts_per_token=4, ranks=4),
