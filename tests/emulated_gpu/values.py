@@ -87,7 +87,8 @@ WAYS = (  # where copies stay none are made anew for prompts that are asked agai
     *(Way(parallel="data", dispatch=name, experts_per_token=4) for name in DISPATCHES),
     Way(parallel="data", dispatch="deepep_v2", experts_per_token=4, may_capture=True),
     *(Way(format=name, prompts=14) for name in FORMATS),
-    Way(parallel="data", dispatch="passthrough", format="nvfp4"),  # FlashInfer's megakernel
+    # FlashInfer's megakernel
+    Way(parallel="data", dispatch="passthrough", format="nvfp4", prompts=14),
     Way("sglang", mistakes=("slot", "id")),
     Way("sglang", decode_in_graphs=True),
     Way("sglang", prefix_cache=True),
