@@ -106,7 +106,7 @@ def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
 
 def _emulated() -> str:
     """Answers of engines on the emulated GPU: ways to serve with as many right answers in a row."""
-    found = [row for row in read_document("gpu-emulated-values")["rows"] if "samples" in row]
+    found = [row for row in read_document("gpu-emulated-values")["rows"] if "same_off" in row]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in found:
         same = f"{row['same_balanced']}, {row['same_off']} of {row['answers']}"
