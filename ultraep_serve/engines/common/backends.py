@@ -1,6 +1,6 @@
 """What balances experts, and what proves that, by where they are: in host memory, or on a GPU.
 
-Imported is what is asked for: on GPUs that needs Triton, on a CPU numba.
+What is for GPUs needs Triton, and is imported only there.
 """
 
 from collections.abc import Callable

@@ -238,7 +238,7 @@ def _always_replayed(vllm_config: VllmConfig) -> str | None:
 
 
 def _too_many_in_one_launch(vllm_config: VllmConfig, num_ranks: int, slots: int) -> str | None:
-    """As ``_too_many_experts``, before loading; DeepGEMM's ``MegaMoESignals`` has the bounds."""
+    """As a layer's, before loading; DeepGEMM's ``MegaMoESignals`` has the bounds."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if model is None:
         return None
